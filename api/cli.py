@@ -1,0 +1,84 @@
+"""The command line: one module per verb in :mod:`trine.commands`, found by name.
+
+Exit codes: 0 all is well; 1 a check failed; 2 bad usage or unreadable input; 3 two runs cannot be
+compared. One clear line on standard error, never a traceback (``TRINE_DEBUG=1`` shows it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Protocol, cast
+
+import trine
+from trine.record.errors import TrineError
+
+__all__ = ["main"]
+
+
+class Command(Protocol):
+    """What a module of :mod:`trine.commands` offers."""
+
+    SUMMARY: str
+
+    def prepare_parser(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int: ...
+
+
+def _command_names() -> list[str]:
+    import trine.commands
+
+    names = (module.name for module in pkgutil.iter_modules(trine.commands.__path__))
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trine",
+        description="Find what holds a distributed training run back, fix it, and prove it.",
+    )
+    parser.add_argument("--version", action="version", version=f"trine {trine.__version__}")
+    verbs = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in _command_names():
+        command = cast(Command, import_module(f"trine.commands.{name}"))
+        verb = verbs.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.prepare_parser(verb)
+        verb.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except TrineError as error:
+        return _complain(error, error.exit_code)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output (head, less) went away; that is its right.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        reason = f"unexpected {type(error).__name__}: {error}; set TRINE_DEBUG=1 to see where, and please report it"
+        return _complain(reason, 2)
+
+
+def _complain(reason: object, code: int) -> int:
+    if os.environ.get("TRINE_DEBUG") and sys.exc_info()[0] is not None:
+        import traceback
+
+        traceback.print_exc()
+    print(f"trine: {' '.join(str(reason).split())}", file=sys.stderr)
+    return code

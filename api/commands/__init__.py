@@ -1,0 +1,1 @@
+"""One module per verb. Each has ``SUMMARY``, ``prepare_parser(parser)`` and ``run(arguments) -> exit code``."""

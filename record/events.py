@@ -1,0 +1,49 @@
+"""How rooms speak to each other during training.
+
+The optimisation runtime emits, the profiler listens. Without a listener an emit costs one
+attribute load and one test. A listener that raises is dropped, once and for all, with one log
+line: nothing of ours may reach the training loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["emit", "listen"]
+
+logger = logging.getLogger("trine")
+
+Listener = Callable[[str, dict[str, Any]], None]
+
+_listeners: tuple[Listener, ...] = ()
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Call ``listener(kind, values)`` for every event; returns a function that stops it.
+
+    Kinds: ``step_begin`` {index}, ``step_end`` {index, tokens, samples, loss}, ``phase`` {name},
+    ``metric`` {name, value}.
+    """
+    global _listeners
+    _listeners = (*_listeners, listener)
+
+    def stop() -> None:
+        global _listeners
+        _listeners = tuple(other for other in _listeners if other is not listener)
+
+    return stop
+
+
+def emit(kind: str, **values: Any) -> None:
+    """Tell every listener. Never raises."""
+    global _listeners
+    if not _listeners:
+        return
+    for listener in _listeners:
+        try:
+            listener(kind, values)
+        except Exception:
+            logger.warning("a listener of %r events failed and was dropped", kind, exc_info=True)
+            _listeners = tuple(other for other in _listeners if other is not listener)
