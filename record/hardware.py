@@ -1,0 +1,194 @@
+"""What a device can do at best: looked up with a citation, or measured on it. Never guessed.
+
+``peaks.csv`` holds vendors' dense figures, each with its source. A name that is unknown, or that
+fits more than one row, gives ``None``: a utilisation against the wrong peak is worse than none.
+Slices of a device (MIG) and vendors' special boards are other devices than the whole one.
+
+Measured figures come from ``trine hardware --calibrate`` and lie in the user's cache, one file a
+device and thread count. A calibration says what was *reached*, a datasheet what is promised; both
+carry where they come from in ``source``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Peaks",
+    "all_peaks",
+    "cache_folder",
+    "calibrated",
+    "peaks_of",
+    "processor_name",
+    "store_calibration",
+]
+
+logger = logging.getLogger("trine")
+
+_DTYPES = ("bf16", "fp16", "tf32", "fp8", "fp32")
+_GIB = 2**30
+_CALIBRATION_SCHEMA = "trine.calibration/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What one device can do. Rates per second, sizes in bytes; ``None`` where the source is silent.
+
+    ``flops_per_s`` is dense, by dtype (``bf16``, ``fp16``, ``tf32``, ``fp8``, ``fp32``);
+    ``link_bytes_per_s`` is one device's scale-up bandwidth in one direction. ``measured`` tells a
+    calibration from a datasheet; then ``threads`` is the thread count it holds for, and
+    ``collective`` the all-reduce's α (``alpha_s``), β (``bytes_per_s``), ``backend`` and ``ranks``.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float]
+    memory_bytes: int | None
+    memory_bytes_per_s: float | None
+    link_bytes_per_s: float | None
+    source: str
+    measured: bool = False
+    threads: int | None = None
+    collective: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+def peaks_of(device_name: str) -> Peaks | None:
+    """Datasheet peaks of a device by the name PyTorch gives it; ``None`` when unknown or ambiguous.
+
+    >>> peaks_of("NVIDIA A100-SXM4-80GB").flops_per_s["bf16"]
+    312000000000000.0
+    """
+    name = _plain(device_name)
+    found = [peaks for pattern, peaks in _table() if pattern.fullmatch(name)]
+    return found[0] if len(found) == 1 else None
+
+
+def all_peaks() -> tuple[Peaks, ...]:
+    """Every row of the table, in its order."""
+    return tuple(peaks for _, peaks in _table())
+
+
+def calibrated(device_name: str, threads: int | None = None) -> Peaks | None:
+    """What ``trine hardware --calibrate`` measured on a device of this name, from the user's cache.
+
+    On a CPU the figures hold for one thread count: with ``threads`` only that count's are given,
+    without it those of the highest. A file that cannot be read counts as absent and is logged.
+    """
+    found: list[Peaks] = []
+    for path in sorted(_calibration_folder().glob(f"{_slug(device_name)}--*.json")):
+        peaks = _read_calibration(path)
+        if peaks is not None and peaks.name == device_name:
+            found.append(peaks)
+    if threads is not None:
+        found = [peaks for peaks in found if peaks.threads in (None, threads)]
+    return max(found, key=lambda peaks: peaks.threads or 0, default=None)
+
+
+def store_calibration(peaks: Peaks) -> Path:
+    """Keep measured peaks for this user. Written whole or not at all. Raises ``OSError``."""
+    folder = _calibration_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    suffix = "device" if peaks.threads is None else f"threads-{peaks.threads}"
+    path = folder / f"{_slug(peaks.name)}--{suffix}.json"
+    content = {"schema": _CALIBRATION_SCHEMA, **asdict(peaks)}
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def cache_folder() -> Path:
+    """Where Trine keeps what it measured and built: ``$TRINE_CACHE``, else ``~/.cache/trine``."""
+    given = os.environ.get("TRINE_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trine"
+
+
+@lru_cache(maxsize=1)
+def processor_name() -> str:
+    """The CPU's model with its family numbers, because clouds call very different CPUs the same.
+
+    For example ``"AMD EPYC (family 25 model 17)"``; the platform's own word where there is no
+    ``/proc/cpuinfo``.
+    """
+    import platform
+
+    facts: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, separator, value = line.partition(":")
+            if separator:
+                facts.setdefault(key.strip(), value.strip())
+            elif facts:
+                break  # the first processor speaks for all
+    except OSError:
+        pass  # not Linux: the platform's word has to do
+    name = " ".join((facts.get("model name") or platform.processor() or platform.machine()).split())
+    if "cpu family" in facts and "model" in facts:
+        name += f" (family {facts['cpu family']} model {facts['model']})"
+    return name
+
+
+def _plain(name: str) -> str:
+    words = re.sub(r"\((tm|r)\)|™|®", "", name.lower()).split()
+    return " ".join(word for word in words if word not in ("nvidia", "tesla", "amd"))
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
+
+
+def _calibration_folder() -> Path:
+    return cache_folder() / "hardware"
+
+
+@lru_cache(maxsize=1)
+def _table() -> tuple[tuple[re.Pattern[str], Peaks], ...]:
+    text = files("trine.record").joinpath("peaks.csv").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return tuple((re.compile(row["pattern"]), _peaks(row)) for row in csv.DictReader(lines))
+
+
+def _peaks(row: Mapping[str, str]) -> Peaks:
+    flops = {dtype: float(row[f"{dtype}_tflops"]) * 1e12 for dtype in _DTYPES if row[f"{dtype}_tflops"]}
+    return Peaks(
+        name=row["name"],
+        flops_per_s=flops,
+        memory_bytes=int(float(row["memory_gib"]) * _GIB) if row["memory_gib"] else None,
+        memory_bytes_per_s=_giga(row["memory_gb_per_s"]),
+        link_bytes_per_s=_giga(row["link_gb_per_s"]),
+        source=row["source"],
+    )
+
+
+def _giga(text: str) -> float | None:
+    return float(text) * 1e9 if text else None
+
+
+def _read_calibration(path: Path) -> Peaks | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("schema") != _CALIBRATION_SCHEMA:
+            raise ValueError("written by another version of Trine")
+        return Peaks(**content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning(
+            "%s is no calibration of ours (%s): ignored; delete it or calibrate again", path, error
+        )
+        return None
