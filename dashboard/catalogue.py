@@ -1,0 +1,205 @@
+"""Which runs lie under the given roots, found by name and by the first kilobytes, never by reading all.
+
+A run is a native record (a folder with ``run.json``), a folder of traces of one job, or a single
+trace. A run is known by an identifier made here and looked up here: no path from a request is ever
+joined to a root, so nothing outside the roots can be asked for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trine.record.errors import UnreadableInput
+
+__all__ = ["Catalogue", "Run"]
+
+Kind = Literal["record", "traces", "trace"]
+
+_SUFFIXES = (".json", ".json.gz")
+_ARCHIVES = (".tar.gz", ".tgz")
+_SKIPPED = frozenset({"node_modules", "__pycache__", "site-packages"})
+_DEEPEST = 8
+_MOST_ENTRIES = 50_000
+_FRESH_S = 2.0
+#: A record that says it is running but has been silent for this long no longer is.
+_SILENT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run. ``files`` is how many, ``updated_s`` the newest (Unix time), ``size_bytes`` their sum;
+    ``fingerprint`` changes when any of them does."""
+
+    id: str
+    path: Path
+    kind: Kind
+    files: int
+    size_bytes: int
+    updated_s: float
+    fingerprint: str
+
+    def state(self, now_s: float | None = None) -> str:
+        """``running``, ``silent`` (says it runs, but has not written for two minutes), ``finished``,
+        ``failed`` or ``stopped`` of a record; ``trace`` of anything else."""
+        if self.kind != "record":
+            return "trace"
+        state = str(self.description().get("state", "running"))
+        passed = (time.time() if now_s is None else now_s) - self.updated_s
+        return "silent" if state == "running" and passed > _SILENT_S else state
+
+    def description(self) -> dict[str, Any]:
+        """``run.json`` of a record; empty where there is none, or while it is being written."""
+        try:
+            value = json.loads((self.path / "run.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+class Catalogue:
+    """The runs under some roots. Thread-safe; a walk is remembered for two seconds."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        """Raises ``UnreadableInput`` when a root does not exist."""
+        for root in roots:
+            if not root.exists():
+                raise UnreadableInput(f"{root} does not exist; give a run, a trace, or a folder of them")
+        self.roots = tuple(root.resolve() for root in roots)
+        self.notes: tuple[str, ...] = ()
+        self._lock = threading.Lock()
+        self._runs: dict[str, Run] = {}
+        self._walked = -1e9
+
+    def runs(self) -> list[Run]:
+        """All runs, the newest first."""
+        with self._lock:
+            if time.monotonic() - self._walked > _FRESH_S:
+                self._runs, self.notes = self._walk()
+                self._walked = time.monotonic()
+            return sorted(self._runs.values(), key=lambda run: (-run.updated_s, run.id))
+
+    def find(self, id: str) -> Run:
+        """The run of an identifier. Raises ``UnreadableInput`` when no root holds it (any more)."""
+        for run in self.runs():
+            if run.id == id:
+                return run
+        raise UnreadableInput(f"no run {id!r} under {', '.join(map(str, self.roots))}; see the list of runs")
+
+    def _walk(self) -> tuple[dict[str, Run], tuple[str, ...]]:
+        runs: dict[str, Run] = {}
+        budget = [_MOST_ENTRIES]
+        for root, label in zip(self.roots, _labels(self.roots), strict=True):
+            for path, kind, files in _runs_under(root, budget):
+                inside = path.relative_to(root).as_posix() if path != root else ""
+                run = _run(f"{label}/{inside}".rstrip("/"), path, kind, files)
+                if run is not None:
+                    runs[run.id] = run
+        notes = ()
+        if budget[0] <= 0:
+            notes = (f"stopped after {_MOST_ENTRIES:,} files; name a folder closer to your runs",)
+        return runs, notes
+
+
+def _labels(roots: Sequence[Path]) -> list[str]:
+    """A short, unique name for each root."""
+    labels: list[str] = []
+    for root in roots:
+        label, again = root.name or "root", 2
+        while label in labels:
+            label, again = f"{root.name}~{again}", again + 1
+        labels.append(label)
+    return labels
+
+
+def _run(id: str, path: Path, kind: Kind, files: Sequence[Path]) -> Run | None:
+    newest, total, parts = 0, 0, []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError:
+            continue  # it was deleted or renamed since the walk
+        newest, total = max(newest, status.st_mtime_ns), total + status.st_size
+        parts.append(f"{file.name}:{status.st_mtime_ns}:{status.st_size}")
+    if not parts:
+        return None
+    fingerprint = f"{zlib.crc32(chr(10).join(sorted(parts)).encode()):08x}-{newest}-{total}"
+    return Run(id, path, kind, len(parts), total, newest / 1e9, fingerprint)
+
+
+def _runs_under(root: Path, budget: list[int], depth: int = 0) -> Iterator[tuple[Path, Kind, list[Path]]]:
+    if root.is_file():
+        yield root, "trace", [root]
+        return
+    try:
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+    except OSError:
+        return
+    budget[0] -= len(entries)
+    if any(entry.name == "run.json" for entry in entries):
+        yield root, "record", _files_of_record(root, budget)
+        return
+    traces = [Path(entry.path) for entry in entries if _may_be_trace(entry)]
+    if len(traces) > 1 and len({re.sub(r"\d+", "#", path.name) for path in traces}) == 1:
+        yield root, "traces", traces
+    else:
+        for path in traces:
+            yield path, "trace", [path]
+    for entry in entries:
+        skipped = entry.name.startswith(".") or entry.name in _SKIPPED
+        # Links to folders are not followed: they lead out of the root, or in circles.
+        if entry.is_dir(follow_symlinks=False) and not skipped and depth < _DEEPEST and budget[0] > 0:
+            yield from _runs_under(Path(entry.path), budget, depth + 1)
+
+
+def _files_of_record(root: Path, budget: list[int]) -> list[Path]:
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        budget[0] -= len(names)
+        files += [Path(folder, name) for name in names]
+    return files
+
+
+def _may_be_trace(entry: os.DirEntry[str]) -> bool:
+    try:
+        if not entry.is_file(follow_symlinks=False) or entry.name.startswith("."):
+            return False
+        if entry.name.endswith(_ARCHIVES):
+            return True
+        return entry.name.endswith(_SUFFIXES) and _looks_like_trace(Path(entry.path))
+    except OSError:
+        return False
+
+
+_seen: dict[tuple[str, int, int], bool] = {}
+
+
+def _looks_like_trace(path: Path) -> bool:
+    """Whether the first kilobytes hold a word that only traces have; remembered until the file changes."""
+    status = path.stat()
+    key = (str(path), status.st_mtime_ns, status.st_size)
+    if key not in _seen:
+        _seen[key] = _sniff(path)
+    return _seen[key]
+
+
+def _sniff(path: Path) -> bool:
+    try:
+        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as stream:
+            head = stream.read(65536)
+    except (OSError, EOFError, zlib.error):
+        # Half a file is shown as a run with its fault, rather than not at all.
+        return path.name.endswith(".gz")
+    if any(word in head for word in (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"')):
+        return True
+    return head.lstrip()[:1] == b"[" and b'"ph"' in head

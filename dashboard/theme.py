@@ -1,0 +1,88 @@
+"""The look: four colours for the three sides and idle, one for faults, in light and dark.
+
+The colours are Okabe and Ito's, which people with colour-blind eyes tell apart. CSS has the same
+values as variables (``assets/look.css``); a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+__all__ = ["FONT", "PALETTES", "Theme", "figure_layout"]
+
+Theme = Literal["light", "dark"]
+
+FONT = (
+    'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", '
+    '"Liberation Sans", Arial, sans-serif'
+)
+
+PALETTES: Mapping[Theme, Mapping[str, str]] = {
+    "light": {
+        "computation": "#0072B2",
+        "communication": "#E69F00",
+        "memory": "#009E73",
+        "idle": "#9AA0A6",
+        "fault": "#D55E00",
+        "text": "#1B1F24",
+        "quiet": "#59626C",
+        "line": "#E3E6EA",
+        "surface": "#FFFFFF",
+        "ground": "#F6F7F9",
+    },
+    "dark": {
+        "computation": "#56B4E9",
+        "communication": "#F0C05A",
+        "memory": "#4FC3A1",
+        "idle": "#6B7075",
+        "fault": "#FF7F50",
+        "text": "#E8EAED",
+        "quiet": "#A3ABB3",
+        "line": "#30363C",
+        "surface": "#1A1D21",
+        "ground": "#121417",
+    },
+}
+
+
+def figure_layout(theme: Theme, **overrides: Any) -> dict[str, Any]:
+    """Layout of every Plotly figure: no frame, no title, our font, quiet grid, room for the labels."""
+    colours = PALETTES[theme]
+    axis = {
+        "gridcolor": colours["line"],
+        "zeroline": False,
+        "linecolor": colours["line"],
+        "tickcolor": colours["line"],
+        "automargin": True,
+        "title": {"font": {"size": 12, "color": colours["quiet"]}, "standoff": 8},
+        "tickfont": {"size": 12, "color": colours["quiet"]},
+    }
+    layout: dict[str, Any] = {
+        "font": {"family": FONT, "size": 13, "color": colours["text"]},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+        "height": 260,
+        "hoverlabel": {
+            "bgcolor": colours["surface"],
+            "bordercolor": colours["line"],
+            "font": {"family": FONT, "size": 12, "color": colours["text"]},
+            "align": "left",
+        },
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 1.02,
+            "yanchor": "bottom",
+            "font": {"size": 12},
+            "bgcolor": "rgba(0,0,0,0)",
+        },
+        "uirevision": "keep",
+        "xaxis": dict(axis),
+        "yaxis": dict(axis),
+    }
+    for key, value in overrides.items():
+        old = layout.get(key)
+        layout[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    return layout
