@@ -220,7 +220,7 @@ class Table:
         schema = SCHEMAS[name]
         unknown = set(columns) - set(schema)
         if unknown:
-            raise UsageError(f"table {name!r} has no column {sorted(unknown)[0]!r}")
+            raise UsageError(f"table {name!r} has no column {min(unknown)!r}")
         lengths = {len(column) for column in columns.values()}
         if len(lengths) > 1:
             raise UsageError(f"columns of table {name!r} differ in length: {sorted(lengths)}")
