@@ -1,1 +1,23 @@
-"""To be filled."""
+"""The optimisation runtime: a configuration, techniques that apply it to a live model, an engine.
+
+Only the configuration is imported here; torch comes with :func:`optimize`, when it is called.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trine.optim.config import Config
+
+if TYPE_CHECKING:
+    from trine.optim.engine import Engine as Engine
+    from trine.optim.engine import optimize as optimize
+
+__all__ = ["Config", "Engine", "optimize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Engine", "optimize"):
+        return getattr(import_module("trine.optim.engine"), name)
+    raise AttributeError(f"module 'trine.optim' has no attribute {name!r}")
