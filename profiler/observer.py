@@ -1,0 +1,403 @@
+"""Collectives through the C++ observer: every one, whoever issued it, for about 3 µs each.
+
+On gloo a row has the true start and end. Its group comes from the thread it ran on
+(:mod:`trine.profiler.groups`), its sequence from counting within the group on from what the flight recorder
+said at the start, and the flight recorder, read now and then, checks both and adds times of issue.
+On NCCL a row has issue, bytes, group and (with torch 2.12 and newer) sequence; start and end are
+missing, because the host only launches the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trine.record.model import MISSING
+
+from .flight import FlightEntry, FlightReader
+from .groups import GlooThreads, live_groups
+from .point_to_point import PointToPointCalls
+from .protocols import Note
+
+__all__ = ["ObserverSource", "dtype_of", "standard_operation"]
+
+Array = npt.NDArray[Any]
+
+VERSION = 1
+#: Rows the ring holds: at 20,000 collectives a second, more than a second's.
+CAPACITY = 1 << 15
+
+_ROW = np.dtype(
+    [
+        ("order", "<i8"),
+        ("start_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("tensor_bytes", "<i8"),
+        ("in_elements", "<i8"),
+        ("out_elements", "<i8"),
+        ("sequence", "<i8"),
+        ("thread", "<i8"),
+        ("dtype", "<i4"),
+        ("group_size", "<i4"),
+        ("worker", "<i4"),
+        ("point_to_point", "<i4"),
+        ("name", "S96"),
+        ("operation", "S32"),
+        ("group", "S64"),
+    ]
+)
+
+#: c10::ScalarType by code (c10/core/ScalarType.h; codes are stable, they are in saved models).
+_DTYPES: Mapping[int, tuple[str, int]] = {
+    0: ("uint8", 1),
+    1: ("int8", 1),
+    2: ("int16", 2),
+    3: ("int32", 4),
+    4: ("int64", 8),
+    5: ("float16", 2),
+    6: ("float32", 4),
+    7: ("float64", 8),
+    8: ("complex32", 4),
+    9: ("complex64", 8),
+    10: ("complex128", 16),
+    11: ("bool", 1),
+    15: ("bfloat16", 2),
+    23: ("float8_e5m2", 1),
+    24: ("float8_e4m3fn", 1),
+    25: ("float8_e5m2fnuz", 1),
+    26: ("float8_e4m3fnuz", 1),
+    27: ("uint16", 2),
+    28: ("uint32", 4),
+    29: ("uint64", 8),
+}
+
+
+def dtype_of(code: int) -> tuple[str | None, int | None]:
+    """Name and element size of a ``c10::ScalarType`` code."""
+    return _DTYPES.get(code, (None, None))
+
+
+def standard_operation(name: str) -> str:
+    """c10d's many spellings as the field's terms: ``_all_gather_base`` → ``all_gather``, ``allreduce`` → ``all_reduce``."""
+    plain = name.lower().strip("_").replace("-", "_").split(" ")[0]
+    for suffix in ("_coalesced", "_into_tensor", "_tensor", "_base", "_single", "_object"):
+        while plain.endswith(suffix):
+            plain = plain[: -len(suffix)]
+    joined = plain.replace("_", "")
+    known = {
+        "allreduce": "all_reduce",
+        "allgather": "all_gather",
+        "allgatherintotensor": "all_gather",
+        "reducescatter": "reduce_scatter",
+        "reducescattertensor": "reduce_scatter",
+        "alltoall": "all_to_all",
+        "monitoredbarrier": "barrier",
+        "recvanysource": "recv",
+    }
+    return known.get(joined, plain)
+
+
+class _Library:
+    """The loaded observer. Raises ``OSError`` when the file is not a usable one."""
+
+    def __init__(self, path: Path) -> None:
+        self._loaded = ctypes.CDLL(str(path))
+        names = ("version", "row_bytes", "now_ns", "enable", "drain", "dropped", "started")
+        try:
+            for name in names:
+                getattr(self._loaded, f"trine_observer_{name}").restype = ctypes.c_int64
+        except AttributeError as error:
+            raise OSError(f"{path} lacks {error}") from None
+        if self._call("version") != VERSION or self._call("row_bytes") != _ROW.itemsize:
+            raise OSError(f"{path} is of another version")
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        return int(getattr(self._loaded, f"trine_observer_{name}")(*arguments))
+
+    def clock_offset_ns(self) -> int:
+        """What to add to the observer's clock to get ``perf_counter_ns``; the same clock on Linux."""
+        before = time.perf_counter_ns()
+        theirs = self._call("now_ns")
+        after = time.perf_counter_ns()
+        return 0 if before <= theirs <= after else (before + after) // 2 - theirs
+
+    def enable(self) -> int:
+        return self._call("enable", ctypes.c_int64(CAPACITY))
+
+    def disable(self) -> None:
+        self._loaded.trine_observer_disable()
+
+    def dropped(self) -> int:
+        return self._call("dropped")
+
+    def drain(self) -> Array:
+        """All rows, in the order in which they began."""
+        parts = []
+        while True:
+            buffer = np.empty(1024, dtype=_ROW)
+            count = self._call("drain", ctypes.c_void_p(buffer.ctypes.data), ctypes.c_int64(len(buffer)))
+            parts.append(buffer[:count])
+            if count < len(buffer):
+                rows = np.concatenate(parts)
+                return rows[np.argsort(rows["order"], kind="stable")]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Columns that are being filled, parallel to the raw rows."""
+
+    raw: Array
+    operation: list[str | None]
+    label: list[str | None]
+    group: list[str | None]
+    sequence: list[int]
+    peer: list[int]
+    issued_ns: list[int]
+    size: list[int] = field(default_factory=list)
+
+
+class ObserverSource:
+    """The :class:`~trine.profiler.protocols.CollectiveSource` that uses the C++ observer."""
+
+    name = "observer"
+
+    def __init__(self, library: Path, note: Note) -> None:
+        """Raises ``OSError`` when ``library`` cannot be loaded."""
+        self._library = _Library(library)
+        self._note = note
+        self._noted: set[str] = set()
+        self._threads = GlooThreads()
+        self._flight = FlightReader()
+        self._calls = PointToPointCalls()
+        self._base: dict[str, int] = {}
+        self._pairs: dict[tuple[str, int, bool], int] = defaultdict(int)
+        self._offset_ns = 0
+        self._dropped_before = 0
+        self._trusted = True
+
+    def start(self) -> None:
+        """Begin observing; what was issued before is not seen but counted where the flight recorder knows it."""
+        self._offset_ns = self._library.clock_offset_ns()
+        self._library.drain()
+        self._dropped_before = self._library.dropped()
+        self._calls.start()
+        self._library.enable()
+        self._threads.refresh()
+        for entry in self._flight.read():
+            if not entry.is_p2p:
+                self._base[entry.group] = max(self._base.get(entry.group, 0), entry.collective_seq_id)
+        self._flight.allow_next()
+        if not self._flight.available:
+            self._say(
+                "collectives-sequence",
+                "info",
+                "PyTorch's flight recorder is off: collectives are numbered from the first one observed",
+            )
+
+    def stop(self) -> None:
+        """Remove the callback. Rows of collectives that are still running appear in the last drain or not at all."""
+        self._library.disable()
+        self._calls.stop()
+
+    def drain(self) -> Mapping[str, Sequence[Any]]:
+        """Collectives that ended since the last call; see :class:`~trine.profiler.protocols.CollectiveSource`."""
+        raw = self._library.drain()
+        dropped = self._library.dropped() - self._dropped_before
+        if dropped:
+            self._say(
+                "collectives-dropped",
+                "warning",
+                f"at least {dropped} collectives were dropped: they came faster than they could be written; "
+                "sequence numbers after that are left out",
+            )
+            self._trusted = False
+        if not len(raw):
+            return {}
+        rows = self._describe(raw)
+        self._number(rows)
+        if self._flight.due():
+            self._check(rows)
+        return self._columns(rows)
+
+    # --- one drain, step by step ---
+
+    def _describe(self, raw: Array) -> _Rows:
+        names = [name.decode("utf-8", "replace") for name in raw["name"].tolist()]
+        told = [text.decode("utf-8", "replace") for text in raw["operation"].tolist()]
+        prefixed = [name.split(":", 1)[0] in _BACKENDS and ":" in name for name in names]
+        count = len(raw)
+        rows = _Rows(
+            raw=raw,
+            operation=[
+                standard_operation(name.split(":", 1)[1])
+                if known
+                else standard_operation(text)
+                if text
+                else None
+                for name, known, text in zip(names, prefixed, told, strict=True)
+            ],
+            label=[None if known else name for name, known in zip(names, prefixed, strict=True)],
+            group=[text.decode("utf-8", "replace") or None for text in raw["group"].tolist()],
+            sequence=[MISSING] * count,
+            peer=[MISSING] * count,
+            issued_ns=[MISSING] * count,
+        )
+        self._find_groups(rows)
+        return rows
+
+    def _find_groups(self, rows: _Rows) -> None:
+        """Groups of gloo rows: by worker thread, and for point-to-point by the call that issued it."""
+        raw = rows.raw
+        workers = np.flatnonzero(raw["worker"] == 1).tolist()
+        threads = raw["thread"].tolist()
+        if any(self._threads.group(threads[row]) is None for row in workers):
+            self._threads.refresh()
+        for row in workers:
+            rows.group[row] = self._threads.group(threads[row])
+        start = (raw["start_ns"] + self._offset_ns).tolist()
+        for row in np.flatnonzero(raw["worker"] == 0).tolist():
+            rows.issued_ns[row] = start[row]
+            if rows.operation[row] in ("send", "recv"):
+                call = self._calls.find(threads[row], start[row])
+                if call is not None:
+                    rows.group[row] = rows.group[row] or call.group
+                    rows.peer[row] = call.peer
+        self._calls.forget_before(start[-1] - 5_000_000_000 if start else 0)
+        if any(group is None for group in rows.group):
+            self._say(
+                "collectives-group",
+                "info",
+                "the process group of some collectives is unknown: gloo does not tell it, and its threads could not "
+                "be told apart",
+            )
+        sizes = {name: group.size() for name, group in live_groups()}
+        told = raw["group_size"].tolist()
+        rows.size = [sizes.get(group or "", told[row]) for row, group in enumerate(rows.group)]
+
+    def _number(self, rows: _Rows) -> None:
+        """Sequence within the group (collectives) or within the pair and direction (point-to-point)."""
+        told = rows.raw["sequence"].tolist()
+        for row, group in enumerate(rows.group):
+            if rows.operation[row] in ("send", "recv"):
+                if group is not None and rows.peer[row] != MISSING:
+                    key = (group, rows.peer[row], rows.operation[row] == "send")
+                    self._pairs[key] += 1
+                    rows.sequence[row] = self._pairs[key]
+            elif told[row] != MISSING:
+                rows.sequence[row] = told[row]
+            elif group is not None and self._trusted:
+                self._base[group] = self._base.get(group, 0) + 1
+                rows.sequence[row] = self._base[group]
+
+    def _check(self, rows: _Rows) -> None:
+        """Compare with the flight recorder: add times of issue; where it disagrees, believe it."""
+        behind = time.time_ns() - time.perf_counter_ns()
+        entries: dict[tuple[str, int], FlightEntry] = {}
+        for entry in self._flight.read():
+            if not entry.is_p2p:
+                entries[entry.group, entry.collective_seq_id] = entry
+        wrong = 0
+        start = (rows.raw["start_ns"] + self._offset_ns).tolist()
+        for row, group in enumerate(rows.group):
+            found = entries.get((group or "", rows.sequence[row]))
+            if found is None or rows.operation[row] in ("send", "recv"):
+                continue
+            issued = found.time_created_ns - behind
+            operation = standard_operation(found.operation)
+            if rows.operation[row] is None:
+                rows.operation[row] = operation
+            # The recorder's clock can be stepped: 50 ms are allowed for that.
+            if rows.operation[row] != operation or issued > start[row] + 50_000_000:
+                wrong += 1
+            elif rows.issued_ns[row] == MISSING:
+                rows.issued_ns[row] = min(issued, start[row])
+        if wrong:
+            self._resynchronise(rows, wrong)
+
+    def _resynchronise(self, rows: _Rows, wrong: int) -> None:
+        """What was believed about groups or order was wrong: leave it out rather than mislead."""
+        for row in range(len(rows.group)):
+            if rows.raw["worker"][row] == 1:
+                rows.sequence[row] = MISSING
+        self._trusted = False
+        self._say(
+            "collectives-sequence",
+            "warning",
+            f"{wrong} collectives were not in the order that PyTorch's flight recorder tells; sequence numbers are "
+            "left out from there on",
+        )
+
+    def _columns(self, rows: _Rows) -> dict[str, Sequence[Any]]:
+        raw = rows.raw
+        worker = raw["worker"] == 1
+        waits = np.array([operation in ("send", "recv") for operation in rows.operation])
+        # On gloo point-to-point begins with the call and ends when its wait returns.
+        gloo = worker | (waits & np.char.startswith(raw["name"], b"gloo:"))
+        sizes = _sizes(rows)
+        return {
+            "operation": rows.operation,
+            "label": rows.label,
+            "group": rows.group,
+            "sequence": np.array(rows.sequence, dtype=np.int64),
+            "peer": np.array(rows.peer, dtype=np.int64),
+            "in_bytes": sizes[0],
+            "out_bytes": sizes[1],
+            "bytes": sizes[2],
+            "dtype": [dtype_of(code)[0] for code in raw["dtype"].tolist()],
+            "issued_ns": np.array(rows.issued_ns, dtype=np.int64),
+            "start_ns": np.where(gloo, raw["start_ns"] + self._offset_ns, MISSING),
+            "end_ns": np.where(gloo, raw["end_ns"] + self._offset_ns, MISSING),
+            "state": ["completed" if done else "issued" for done in gloo.tolist()],
+        }
+
+    def _say(self, id: str, severity: Any, message: str) -> None:
+        if id not in self._noted:
+            self._noted.add(id)
+            self._note(id, severity, message)
+
+
+_BACKENDS = frozenset({"gloo", "nccl", "xccl", "ucc", "mpi", "hccl"})
+
+
+def _sizes(rows: _Rows) -> tuple[Array, Array, Array]:
+    """in_bytes, out_bytes and bytes as nccl-tests counts them, shape (rows,) each."""
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    raw = rows.raw
+    described = zip(
+        rows.operation,
+        rows.size,
+        raw["tensor_bytes"].tolist(),
+        raw["in_elements"].tolist(),
+        raw["out_elements"].tolist(),
+        raw["dtype"].tolist(),
+        strict=True,
+    )
+    for operation, size, tensors, in_elements, out_elements, dtype in described:
+        width = dtype_of(dtype)[1]
+        if in_elements != MISSING and width:
+            given, made = in_elements * width, out_elements * width
+        else:
+            given = tensors
+            made = _output_bytes(operation, tensors, size)
+        columns[0].append(given)
+        columns[1].append(made)
+        columns[2].append(made if operation == "all_gather" else given)
+    return tuple(np.array(column, dtype=np.int64) for column in columns)  # type: ignore[return-value]
+
+
+def _output_bytes(operation: str | None, given: int, size: int) -> int:
+    if operation in ("all_gather", "reduce_scatter") and size <= 0:
+        return MISSING
+    if operation == "all_gather":
+        return given * size
+    if operation == "reduce_scatter":
+        return given // size
+    return given
