@@ -1,0 +1,192 @@
+"""The field's own order of work: one device first, then memory, layout, balance and scale.
+
+Each item says what it saw, or that it cannot be said, and what comes next. ``unknown`` is an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from trine.analyzers.findings import Facts
+from trine.analyzers.findings._frees import zero
+from trine.analyzers.findings._memory import fullest
+from trine.analyzers.findings._waits import latest, split_exposed
+from trine.analyzers.results import CheckItem, Finding
+from trine.analyzers.units import percent, rank_list, size
+
+__all__ = ["checklist"]
+
+State = Literal["pass", "fail", "unknown"]
+
+#: Model FLOPs utilisation that one device should reach.
+MFU = 0.50
+#: Replicated state below this share of a device's memory is nothing to shard.
+REPLICATED_SHARE = 0.10
+#: Peak over capacity above which a layout does not fit its model.
+FITS_SHARE = 0.92
+#: Exposed communication, waits included, and spread of peaks over ranks that still count as balance.
+EXPOSED_SHARE = 0.10
+SPREAD_SHARE = 0.15
+#: Below this a run cannot scale linearly, whatever other device counts would show.
+LINEAR_BOUND = 0.80
+
+
+def checklist(facts: Facts, findings: tuple[Finding, ...]) -> tuple[CheckItem, ...]:
+    """The five items, in order."""
+    return (_mfu(facts, findings), _zero(facts), _layout(facts), _balance(facts, findings), _scaling(facts))
+
+
+def _mfu(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
+    id, title = "single-device-mfu", "One device works at more than half its peak (MFU)"
+    mfu = facts.analysis.mfu
+    known = [] if mfu is None else [mfu.value] if mfu.value is not None else list(mfu.range.values())
+    known = [value for value in known if value is not None]
+    if not known or mfu is None:
+        missing = "no model FLOPs, no step time or no peak of the device is known"
+        cure = "Record with trine.profile(model=…); run trine hardware --calibrate for a device without a known peak."
+        return CheckItem(id, title, "unknown", f"MFU cannot be said: {missing}", cure)
+    low, high = min(known), max(known)
+    words = percent(low) if low == high else f"{percent(low)} to {percent(high)}, by convention"
+    named = f" ({mfu.convention})" if mfu.convention and mfu.value is not None else ""
+    if low >= MFU:
+        return CheckItem(id, title, "pass", f"MFU {words}{named}", "Go on to memory and layout.")
+    keys = [
+        key
+        for finding in findings
+        if finding.recommendation is not None
+        for key in finding.recommendation.change
+        if key.startswith(("precision.", "compute.", "data."))
+    ]
+    cure = f"Start with {', '.join(dict.fromkeys(keys))}." if keys else "Look at precision and fused kernels."
+    state: State = "fail" if high < MFU else "unknown"
+    if state == "unknown":
+        cure = "Choose a convention with --convention; they differ on either side of one half."
+    return CheckItem(id, title, state, f"MFU {words}{named}", cure)
+
+
+def _zero(facts: Facts) -> CheckItem:
+    id, title = "zero-where-replicated", "What every rank would keep a copy of is sharded (ZeRO)"
+    kind = facts.about("data_parallel", "kind")
+    if facts.world < 2:
+        return CheckItem(id, title, "pass", "one rank: nothing is replicated", "Go on to the layout.")
+    if kind is None:
+        return CheckItem(
+            id,
+            title,
+            "unknown",
+            "how parameters are distributed was not recorded",
+            "Record with trine.profile(model=…).",
+        )
+    sharded = zero(facts)
+    if sharded is None:
+        state: State = "unknown" if kind == "ddp" and not facts.configuration.get("zero") else "pass"
+        evidence = (
+            f"data parallel by {kind}" if state == "pass" else "DDP; the optimizer's bytes were not recorded"
+        )
+        return CheckItem(id, title, state, evidence, "Go on to the layout.")
+    stage, prediction = sharded
+    freed = -(prediction.peak_bytes_change or 0)
+    fill = fullest(facts)
+    if fill is not None and freed < REPLICATED_SHARE * fill.capacity_bytes:
+        share = percent(freed / fill.capacity_bytes)
+        return CheckItem(
+            id,
+            title,
+            "pass",
+            f"replicated, but sharding would free only {size(freed)} ({share} of memory)",
+            "Nothing to do at this size.",
+        )
+    return CheckItem(
+        id, title, "fail", f"each rank keeps {size(freed)} that others keep too", f"Set zero.stage = {stage}."
+    )
+
+
+def _layout(facts: Facts) -> CheckItem:
+    id, title = "layout-fits-model", "The parallel layout fits the model's size"
+    fill = fullest(facts)
+    kind = facts.about("data_parallel", "kind")
+    if fill is None:
+        return CheckItem(
+            id,
+            title,
+            "unknown",
+            "peak memory or the device's capacity is not known",
+            "Record memory (trine.profile does), or a trace with profile_memory=True.",
+        )
+    words = f"{size(fill.used_bytes)} of {size(fill.capacity_bytes)} at the peak ({percent(fill.share)})"
+    if fill.share > FITS_SHARE or fill.retries:
+        return CheckItem(
+            id, title, "fail", f"{words}: it barely fits", "Shard more (zero.stage), then parallel.tensor."
+        )
+    if facts.world == 1 or kind in ("ddp", "fsdp2", "zero"):
+        return CheckItem(
+            id,
+            title,
+            "pass",
+            f"{words} with data parallelism alone, the cheapest layout that fits",
+            "Go on to balance.",
+        )
+    return CheckItem(
+        id,
+        title,
+        "unknown",
+        f"{words}; which dimensions are parallel was not recorded",
+        "Compare layouts with trine plan.",
+    )
+
+
+def _balance(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
+    id, title = "balance", "Communication, bubble and memory are in balance over ranks"
+    if facts.world < 2:
+        return CheckItem(id, title, "pass", "one rank: nothing to balance", "Go on to scaling.")
+    split, spread = split_exposed(facts), _spread(facts)
+    if split is None:
+        return CheckItem(
+            id,
+            title,
+            "unknown",
+            "exposed communication was not seen",
+            "Record with trine.profile, or trace all ranks.",
+        )
+    seen = [f"{percent(split.exposed)} of the {facts.unit} is exposed communication"]
+    if spread is not None:
+        seen.append(f"peak memory differs by {percent(spread)} over ranks")
+    late = next((finding for finding in findings if finding.id == "straggler"), None)
+    if late is not None:
+        ranks = [row["rank"] for row in late.evidence["ranks"]]
+        seen.append(f"{rank_list(ranks)} late")
+    uneven = late is not None or split.exposed > EXPOSED_SHARE or (spread or 0.0) > SPREAD_SHARE
+    if facts.analysis.source.missing_ranks and not uneven:
+        return CheckItem(
+            id, title, "unknown", "; ".join(seen) + "; ranks are missing", "Add the missing ranks' files."
+        )
+    cure = "Mend the faults above, the largest first." if uneven else "Go on to scaling."
+    return CheckItem(id, title, "fail" if uneven else "pass", "; ".join(seen), cure)
+
+
+def _spread(facts: Facts) -> float | None:
+    """(largest − smallest peak) ÷ largest over ranks, on devices."""
+    peaks = [
+        memory.peak_bytes
+        for rank in facts.ranks
+        if (memory := rank.result.summary.memory) is not None
+        and memory.kind == "device"
+        and memory.peak_bytes
+    ]
+    return (max(peaks) - min(peaks)) / max(peaks) if len(peaks) > 1 else None
+
+
+def _scaling(facts: Facts) -> CheckItem:
+    id, title = "linear-scaling", "Throughput grows in proportion to devices"
+    cure = "Run the same work on half the devices and compare: trine scaling RUN…"
+    split, late = split_exposed(facts), latest(facts)
+    if facts.world < 2 or split is None:
+        return CheckItem(id, title, "unknown", "one run at one size cannot show it", cure)
+    # One device would not communicate: what is exposed is the least that scaling costs.
+    bound = 1 - split.exposed
+    evidence = f"by its own exposed communication at most {percent(bound)} of linear"
+    if late is not None and facts.step_ns and late.cost_ns / facts.step_ns > split.exposed:
+        bound = 1 - late.cost_ns / facts.step_ns
+        evidence = f"by its latest rank at most {percent(bound)} of linear"
+    state: State = "fail" if bound < LINEAR_BOUND else "unknown"
+    return CheckItem(id, title, state, evidence, cure)

@@ -1,0 +1,155 @@
+"""``straggler``: the same rank arrives last, step after step, and the others wait for it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from trine.analyzers.results import Finding, LateActivity, Recommendation
+from trine.analyzers.units import duration, percent, rank_list
+
+from ._facts import Facts, RankFacts
+from ._gain import predict
+from ._waits import LATE_SHARE, Late, late_ranks, latest
+
+__all__ = ["ID", "KIND", "find", "healthy"]
+
+ID = "straggler"
+KIND: Literal["fault"] = "fault"
+
+#: What a late rank was doing → (in words, configuration change, what to do).
+REMEDIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "loader": (
+        "in its loader",
+        {"data.workers": 4, "data.prefetch": 4},
+        "Load that rank's batches ahead, and see whether its shard or its disk is slower than the others'.",
+    ),
+    "compute": (
+        "computing",
+        {},
+        (
+            "Compare that rank's device (clock, temperature, other jobs) and its share of the work (sequence lengths, "
+            "experts, table rows, stages) with the others'."
+        ),
+    ),
+    "garbage_collection": (
+        "in Python's garbage collector",
+        {},
+        "Call gc.freeze() after set-up and gc.disable(), then gc.collect() on all ranks at the same step.",
+    ),
+    "python": (
+        "in Python code outside every operator",
+        {},
+        "Look for what only this rank does in the step: logging, checkpointing, evaluation, sleeping.",
+    ),
+    "copy": (
+        "copying",
+        {"data.pin_memory": True},
+        "Pin the batch's memory and copy non_blocking.",
+    ),
+    "launching": (
+        "launching work",
+        {"compute.compile": "blocks"},
+        "Its host is slower than the others': look for other processes on its cores, or launch less.",
+    ),
+}
+_UNKNOWN = ("", {}, "Record a deep window on that rank to see what it does before it arrives.")
+
+
+def _doing(facts: Facts, rank: RankFacts) -> LateActivity | None:
+    """What the collectives say it did meanwhile; else the phase that exceeds the others' most."""
+    communication = rank.result.communication
+    if communication is not None and communication.late_doing:
+        best = max(communication.late_doing, key=lambda activity: activity.total_ns)
+        if best.activity in REMEDIES:
+            return best
+    names = {"data": "loader", "copy": "copy", "forward": "compute", "backward": "compute"}
+    names |= {"optimizer": "compute", "other": "python"}
+    others = [other for other in facts.ranks if other is not rank and other.phases]
+    if not rank.phases or not others:
+        return None
+    excess = {
+        phase: float(np.median(rank.phases[phase]))
+        - float(np.median([np.median(other.phases[phase]) for other in others]))
+        for phase in names
+    }
+    worst = max(excess, key=lambda phase: excess[phase])
+    total = round(excess[worst] * len(rank.durations))
+    return LateActivity(names[worst], total, f"phase {worst}") if total > 0 else None
+
+
+def find(facts: Facts) -> Finding | None:
+    """One or more ranks pass every threshold of lateness."""
+    late = late_ranks(facts)
+    if not late or facts.step_ns is None:
+        return None
+    by_rank = {rank.rank: rank for rank in facts.ranks}
+    doing = {culprit.rank: _doing(facts, by_rank[culprit.rank]) for culprit in late}
+    # Ranks late in turn add up; none can give back more than the step.
+    cost_ns = min(sum(culprit.cost_ns for culprit in late), facts.step_ns)
+    first = doing[late[0].rank]
+    words, change, why = REMEDIES.get(first.activity, _UNKNOWN) if first is not None else _UNKNOWN
+    ranks = [culprit.rank for culprit in late]
+    one = len(ranks) == 1
+    title = (
+        f"{rank_list(ranks).capitalize()} {'arrives' if one else 'arrive'} late and cost{'s' if one else ''} "
+    )
+    title += f"the others {duration(cost_ns)} of each {facts.unit} ({percent(cost_ns / facts.step_ns)})"
+    example = f" ({first.example})" if first is not None and first.example else ""
+    prediction = predict(
+        facts,
+        cost_ns,
+        (0.5, 0.85, 1.0),
+        "lateness behind the second last, as far as the others' waiting is exposed, × share that goes away",
+        {"lateness_share": round(cost_ns / facts.step_ns, 4)},
+    )
+    return Finding(
+        id=ID,
+        kind=KIND,
+        title=title + (f": {words}{example}" if words else ""),
+        evidence={
+            "ranks": [_evidence(culprit, doing[culprit.rank], by_rank[culprit.rank]) for culprit in late],
+            "cost_ns": cost_ns,
+            "waited_in": _waited_in(facts, set(ranks)),
+        },
+        recommendation=Recommendation(dict(change), why, "unchanged", prediction),
+        severity=cost_ns / facts.step_ns,
+    )
+
+
+def _evidence(late: Late, doing: LateActivity | None, rank: RankFacts) -> dict[str, Any]:
+    communication = rank.result.communication
+    return {
+        "rank": late.rank,
+        "host": rank.result.summary.host_name,
+        "cost_ns": late.cost_ns,
+        "caused_wait_ns": communication.caused_wait_ns if communication else None,
+        "share_of_all_waiting": None if late.caused is None else round(late.caused, 4),
+        "share_of_steps_behind": None if late.consistent is None else round(late.consistent, 4),
+        "last_in": communication.last_in if communication else None,
+        "matched": communication.matched if communication else None,
+        "doing": doing.activity if doing is not None else None,
+        "example": doing.example if doing is not None else None,
+    }
+
+
+def _waited_in(facts: Facts, culprits: set[int]) -> list[dict[str, Any]]:
+    """The three kinds of collective in which the others waited longest for the late ranks."""
+    rows = [
+        (sum(ns for rank, ns in row.caused_by.items() if rank in culprits), row)
+        for row in facts.analysis.collectives
+    ]
+    rows = sorted((pair for pair in rows if pair[0] > 0), key=lambda pair: -pair[0])[:3]
+    return [{"op": row.op, "group": row.group, "wait_ns": wait} for wait, row in rows]
+
+
+def healthy(facts: Facts) -> str | None:
+    """The costliest rank's lateness, when all ranks could be compared and none is late."""
+    worst = latest(facts)
+    if worst is None or not facts.step_ns or late_ranks(facts):
+        return None
+    share = worst.cost_ns / facts.step_ns
+    if share >= LATE_SHARE:
+        return f"Stragglers: no rank is late time after time; ranks take turns (at most {percent(share)} of the step)"
+    return f"Stragglers: the latest rank ({worst.rank}) costs the others {percent(share)} of the step (fault from {percent(LATE_SHARE)})"

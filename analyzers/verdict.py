@@ -1,0 +1,182 @@
+"""One sentence and one place: what bounds a run, how sure, what to do, what it would gain.
+
+The place is a point between three sides, for every rank and for the job:
+
+* **computation**: the share of the step limited by arithmetic (matrix products, convolutions,
+  attention, compiled kernels),
+* **communication**: the share in exposed communication, waiting included,
+* **memory**: the share limited by moving memory: exposed copies, elementwise and normalisation
+  kernels, the optimizer.
+
+The three are divided by their sum; idle time, the loader and Python belong to no side and are left
+out. The job's point is the mean of its ranks' points, the hull holds one point a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from trine.analyzers.findings import Facts
+from trine.analyzers.findings._facts import RankFacts
+from trine.analyzers.findings._kinds import by_class, work
+from trine.analyzers.results import Finding, Verdict
+from trine.analyzers.units import duration, interval, percent
+
+__all__ = ["verdict"]
+
+Point = tuple[float, float, float]
+
+#: Share of the step in compute from which on a run without a fault counts as bound by computation.
+COMPUTE_BOUND = 0.5
+#: Steps that make a verdict sure, and those that make it fair.
+SURE_STEPS = 10
+FAIR_STEPS = 3
+
+#: How a verdict names each fault.
+_BOUND = {
+    "input-bound": "its input",
+    "host-bound": "its host",
+    "exposed-communication": "communication",
+    "straggler": "a straggler",
+    "optimizer-bound": "its optimizer",
+    "memory-near-limit": "memory that is nearly full",
+    "fragmentation": "fragmented memory",
+}
+
+
+def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
+    """Name what bounds the run. ``findings`` are sorted, the weightiest fault first."""
+    points = tuple(point for rank in facts.ranks if (point := _point(rank)) is not None)
+    centre = _mean(points) if points else None
+    sure = _confidence(facts)
+    worst = next((finding for finding in findings if finding.kind == "fault"), None)
+    best = next((finding for finding in findings if finding.kind == "opportunity"), None)
+    if worst is not None:
+        name = _BOUND.get(worst.id, worst.id)
+        text = f"This run is held back by {name}: {_lower(worst.title)}{_advice(facts, worst)}."
+        return Verdict(text, worst.id, sure, centre, points)
+    compute = _compute_share(facts)
+    if compute is None:
+        reason = _why_unknown(facts)
+        return Verdict(f"What bounds this run cannot be said: {reason}.", None, "low", centre, points)
+    seen = f"{percent(compute)} of the {facts.unit} is computation"
+    bound = "computation" if compute >= COMPUTE_BOUND else None
+    head = f"No fault found; {seen}" + (", which bounds it" if bound else "")
+    if best is not None:
+        text = f"{head}. The best step from here: {_lower(best.title)}{_advice(facts, best)}."
+    else:
+        text = f"{head}, and no change that Trine knows would gain 5 % or more."
+    return Verdict(text, bound, sure, centre, points)
+
+
+def _lower(title: str) -> str:
+    """A title inside a sentence; names such as ``AdamW`` and ``ZeRO-1`` keep their capitals."""
+    first = title.split(" ", 1)[0]
+    return title[0].lower() + title[1:] if first[1:].islower() else title
+
+
+def _advice(facts: Facts, finding: Finding) -> str:
+    """`` (…); do this, which would gain that``; empty where nothing is recommended."""
+    recommendation = finding.recommendation
+    if recommendation is None:
+        return ""
+    do = ", ".join(f"{key} = {value_text(value)}" for key, value in recommendation.change.items())
+    text = f"; set {do}" if do else ""
+    predicted = recommendation.predicted
+    if predicted is None or predicted.gain_ns is None or not facts.step_ns:
+        return text or "; see what to do by hand below"
+    gain = predicted.gain_ns
+    if gain.mid <= 0:
+        return text
+    lead = f"{text}, which would gain" if do else "; mending it would gain"
+    share = percent(gain.mid / facts.step_ns)
+    return f"{lead} about {duration(gain.mid)} a {facts.unit} ({share}; {interval(gain.low, gain.high)})"
+
+
+def value_text(value: object) -> str:
+    """A configuration value as a Trine TOML file writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(value_text(item) for item in value) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _confidence(facts: Facts) -> Literal["high", "medium", "low"]:
+    """High with many steps and all ranks; low with next to nothing."""
+    source = facts.analysis.source
+    errors = any(quality.severity == "error" for quality in facts.analysis.data_quality)
+    steps = max((len(rank.durations) for rank in facts.ranks), default=0) or facts.steps
+    if steps < FAIR_STEPS or errors:
+        return "low"
+    return "high" if steps >= SURE_STEPS and not source.missing_ranks else "medium"
+
+
+def _why_unknown(facts: Facts) -> str:
+    missing = next(
+        (reason for rank in facts.ranks if (reason := rank.result.summary.breakdown_missing)), None
+    )
+    if missing:
+        return missing.rstrip(".")
+    return "too few steps or events were recorded; give it a trace or a record of ten steps or more"
+
+
+def _compute_share(facts: Facts) -> float | None:
+    """Compute of the typical rank: from phases over all steps, else from the breakdown."""
+    forward = facts.part(lambda rank: rank.phase("forward"))
+    backward = facts.part(lambda rank: rank.phase("backward"))
+    if forward is not None and backward is not None:
+        optimizer = facts.part(lambda rank: rank.phase("optimizer"))
+        return forward.share + backward.share + (optimizer.share if optimizer is not None else 0.0)
+    seen = facts.part(lambda rank: rank.window(lambda breakdown: breakdown.compute_ns))
+    return seen.share if seen is not None else None
+
+
+def _point(rank: RankFacts) -> Point | None:
+    """(computation, communication, memory) of one rank, summing to 1."""
+    moving = _moving_share_of_compute(rank)
+    forward, backward = rank.phase("forward"), rank.phase("backward")
+    if forward is not None and backward is not None:
+        copy, optimizer = rank.phase("copy"), rank.phase("optimizer")
+        exposed = rank.phase("exposed_communication")
+        compute = forward.share + backward.share
+        sides = (
+            compute * (1 - moving),
+            exposed.share if exposed is not None else 0.0,
+            compute * moving
+            + (copy.share if copy is not None else 0.0)
+            + (optimizer.share if optimizer is not None else 0.0),
+        )
+        return _normalised(sides)
+    breakdown = rank.breakdown
+    if breakdown is None:
+        return None
+    compute = float(breakdown.compute_ns)
+    return _normalised(
+        (
+            compute * (1 - moving),
+            float(breakdown.exposed_communication_ns),
+            compute * moving + breakdown.exposed_copy_ns,
+        )
+    )
+
+
+def _moving_share_of_compute(rank: RankFacts) -> float:
+    """Of the kernels or operators seen, the share of time that only moves memory; 0 where none was seen."""
+    classes = by_class(work(rank.result.summary))
+    total = sum(classes.values())
+    return (classes.get("elementwise", 0) + classes.get("optimizer", 0)) / total if total else 0.0
+
+
+def _normalised(sides: Point) -> Point | None:
+    total = sum(sides)
+    return (sides[0] / total, sides[1] / total, sides[2] / total) if total > 0 else None
+
+
+def _mean(points: tuple[Point, ...]) -> Point:
+    count = len(points)
+    return (
+        sum(point[0] for point in points) / count,
+        sum(point[1] for point in points) / count,
+        sum(point[2] for point in points) / count,
+    )
