@@ -1,0 +1,329 @@
+"""Two sides of a comparison, each one or several runs: is the first slower than the second, and why?
+
+A regression needs both: the hierarchical bootstrap (runs, then steps) of the ratio of median step
+times excludes 1, and the effect exceeds the minimum (5 % unless set). With one run a side nothing is
+concluded, because runs differ by more than their steps do; the interval is shown all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from trine.analyzers.run_facts import METRICS, Part, RunFacts
+from trine.analyzers.statistics import MINIMUM_EFFECT, Ratio, bootstrap_median, ratio_of_medians
+from trine.record.errors import NotComparable, UsageError
+
+__all__ = [
+    "MINIMUM_STEPS",
+    "Cause",
+    "Comparison",
+    "Difference",
+    "MetricChange",
+    "Side",
+    "Verdict",
+    "compare",
+]
+
+#: From six samples on, the 95 % interval of a median lies within them: 2 · 0.5⁶ < 0.05.
+MINIMUM_STEPS = 6
+
+#: Causes below this share of the second side's step are left out: nobody acts on them.
+_SMALLEST_CAUSE = 0.005
+
+Verdict = Literal["regression", "improvement", "no change", "inconclusive", "one run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side. Times in ns: the median of the runs' medians, and each run's median with its interval."""
+
+    sources: tuple[str, ...]
+    steps: tuple[int, ...]
+    warm_up: tuple[int, ...]
+    median_ns: float
+    run_medians_ns: tuple[tuple[float, float, float], ...]  # (median, low, high) a run
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that the two sides say differently about themselves."""
+
+    name: str
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, slots=True)
+class MetricChange:
+    """Another metric on both sides: the median over runs, and all values.
+
+    ``separate``: every run of one side lies beyond every run of the other, with several runs each.
+    """
+
+    name: str
+    first: float
+    second: float
+    first_values: tuple[float, ...]
+    second_values: tuple[float, ...]
+    more_is_better: bool
+    separate: bool
+
+    @property
+    def ratio(self) -> float | None:
+        """First over second, None where the second is 0."""
+        return self.first / self.second if self.second else None
+
+    def worse_by(self, minimum_effect: float) -> bool:
+        """Whether the runs are apart, to the worse side, by more than ``minimum_effect``."""
+        if not self.separate or self.ratio is None or self.ratio <= 0:
+            return False
+        return (1 / self.ratio if self.more_is_better else self.ratio) > 1 + minimum_effect
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A part of the step on both sides, mean ns a step and rank; 0 where a side has no such part.
+
+    ``share`` is the change over the second side's mean step: how much of a slow-down this part is.
+    """
+
+    kind: str
+    name: str
+    first_ns: float
+    second_ns: float
+    share: float
+    first_calls: float | None = None
+    second_calls: float | None = None
+
+    @property
+    def change_ns(self) -> float:
+        """First less second."""
+        return self.first_ns - self.second_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The whole answer. ``causes`` are ordered by size within each kind; kinds overlap each other."""
+
+    first: Side
+    second: Side
+    step_time: Ratio
+    verdict: Verdict
+    metrics: tuple[MetricChange, ...]
+    causes: tuple[Cause, ...]
+    environment: tuple[Difference, ...]
+    configuration: tuple[Difference, ...]
+    notes: tuple[str, ...]
+
+
+def compare(
+    first: Sequence[RunFacts],
+    second: Sequence[RunFacts],
+    *,
+    minimum_effect: float = MINIMUM_EFFECT,
+    confidence: float = 0.95,
+    minimum_steps: int = MINIMUM_STEPS,
+    any_environment: bool = False,
+) -> Comparison:
+    """Compare ``first`` (usually the new) with ``second`` (usually the old).
+
+    Raises ``NotComparable`` when a run has fewer than ``minimum_steps`` steady steps, or when the
+    environments differ and ``any_environment`` is false; ``UsageError`` on a side without runs.
+    """
+    if not first or not second:
+        raise UsageError("a side of the comparison has no runs; give at least one on each")
+    if not 0 < minimum_effect < 1:
+        raise UsageError(f"the minimum effect must lie between 0 and 1, not {minimum_effect}; 0.05 is 5 %")
+    environment = _environment_differences(first, second)
+    if environment and not any_environment:
+        raise NotComparable(_different_environments(environment))
+    for run in (*first, *second):
+        _require_steps(run, minimum_steps)
+    ratio = ratio_of_medians(
+        [run.step_ns for run in first],
+        [run.step_ns for run in second],
+        minimum_effect=minimum_effect,
+        confidence=confidence,
+    )
+    return Comparison(
+        first=_side(first, confidence),
+        second=_side(second, confidence),
+        step_time=ratio,
+        verdict=_verdict(ratio),
+        metrics=_metric_changes(first, second),
+        causes=_causes(first, second),
+        environment=environment,
+        configuration=_configuration_differences(first, second),
+        notes=_notes(first, second, ratio),
+    )
+
+
+def _require_steps(run: RunFacts, minimum_steps: int) -> None:
+    if len(run.step_ns) >= max(minimum_steps, 1):
+        return
+    left_out = f" ({run.warm_up} more are warm-up)" if run.warm_up else ""
+    way_out = "record more steps" + (f", or pass --min-steps {len(run.step_ns)}" if run.step_ns else "")
+    raise NotComparable(
+        f"{run.source} has {len(run.step_ns)} steady steps{left_out}, too few to compare"
+        f" (at least {max(minimum_steps, 1)} are needed); {way_out}"
+    )
+
+
+def _side(runs: Sequence[RunFacts], confidence: float) -> Side:
+    medians = tuple(bootstrap_median(run.step_ns, confidence) for run in runs)
+    return Side(
+        sources=tuple(run.source for run in runs),
+        steps=tuple(len(run.step_ns) for run in runs),
+        warm_up=tuple(run.warm_up for run in runs),
+        median_ns=float(np.median([median for median, _, _ in medians])),
+        run_medians_ns=medians,
+    )
+
+
+def _verdict(ratio: Ratio) -> Verdict:
+    if not ratio.several:
+        return "one run"
+    if ratio.slower:
+        return "regression"
+    if ratio.faster:
+        return "improvement"
+    return "no change" if ratio.conclusive else "inconclusive"
+
+
+# --- environment and configuration -------------------------------------------------------------
+
+
+def _environment_differences(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tuple[Difference, ...]:
+    """Keys on which runs that both say something say different things, within a side as well."""
+    differences = []
+    for name in dict.fromkeys(key for run in (*first, *second) for key in run.environment):
+        said = [_known(side, name) for side in (first, second)]
+        if len(set(said[0]) | set(said[1])) > 1:
+            differences.append(Difference(name, *(_one_or_all(values) for values in said)))
+    return tuple(difference for difference in differences if difference.first is not None)
+
+
+def _known(side: Sequence[RunFacts], name: str) -> list[Any]:
+    return [run.environment[name] for run in side if run.environment.get(name) is not None]
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    unique = list(dict.fromkeys(values))
+    if not unique:
+        return None
+    return unique[0] if len(unique) == 1 else " and ".join(str(value) for value in unique)
+
+
+def _different_environments(differences: Sequence[Difference]) -> str:
+    said = "; ".join(f"{d.name} is {d.first} against {d.second}" for d in differences)
+    return (
+        f"the runs come from different environments: {said};"
+        " run both sides on the same machines and versions, or pass --any-environment to see them anyway"
+    )
+
+
+def _configuration_differences(
+    first: Sequence[RunFacts], second: Sequence[RunFacts]
+) -> tuple[Difference, ...]:
+    """Configuration keys, as dotted paths, that differ between the first runs of the sides."""
+    flat = [_flatten(side[0].configuration) for side in (first, second)]
+    if not flat[0] or not flat[1]:
+        return ()
+    keys = sorted(set(flat[0]) | set(flat[1]))
+    return tuple(
+        Difference(key, flat[0].get(key), flat[1].get(key))
+        for key in keys
+        if flat[0].get(key) != flat[1].get(key)
+    )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            # A baseline went through JSON, which has no tuples.
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+# --- metrics and causes ------------------------------------------------------------------------
+
+
+def _metric_changes(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tuple[MetricChange, ...]:
+    changes = []
+    for name, (_, more_is_better) in METRICS.items():
+        new, old = (
+            tuple(run.metrics[name] for run in side if name in run.metrics) for side in (first, second)
+        )
+        if not new or not old:
+            continue
+        apart = min(new) > max(old) or max(new) < min(old)
+        several = min(len(new), len(old)) >= 2
+        medians = float(np.median(new)), float(np.median(old))
+        changes.append(MetricChange(name, *medians, new, old, more_is_better, apart and several))
+    return tuple(changes)
+
+
+def _mean_parts(side: Sequence[RunFacts]) -> dict[tuple[str, str], Part]:
+    """Mean over the runs that have parts of a kind; a name that one of them lacks is 0 there."""
+    runs_of_kind: dict[str, int] = {}
+    for run in side:
+        for kind in {part.kind for part in run.parts}:
+            runs_of_kind[kind] = runs_of_kind.get(kind, 0) + 1
+    sums: dict[tuple[str, str], list[Part]] = {}
+    for run in side:
+        for part in run.parts:
+            sums.setdefault((part.kind, part.name), []).append(part)
+    means = {}
+    for (kind, name), parts in sums.items():
+        calls = [part.calls for part in parts if part.calls is not None]
+        count = runs_of_kind[kind]
+        means[kind, name] = Part(
+            kind, name, sum(part.ns for part in parts) / count, sum(calls) / count if calls else None
+        )
+    return means
+
+
+def _causes(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tuple[Cause, ...]:
+    means = [_mean_parts(side) for side in (first, second)]
+    kinds = [{kind for kind, _ in parts} for parts in means]
+    step = float(np.mean([np.mean(run.step_ns) for run in second]))
+    causes = []
+    for key in dict.fromkeys([*means[0], *means[1]]):
+        if key[0] not in kinds[0] & kinds[1]:  # one side never looked: no change can be said
+            continue
+        nothing = Part(*key, ns=0.0)
+        new, old = means[0].get(key, nothing), means[1].get(key, nothing)
+        share = (new.ns - old.ns) / step
+        if abs(share) >= _SMALLEST_CAUSE:
+            causes.append(Cause(*key, new.ns, old.ns, share, new.calls, old.calls))
+    order = ("phase", "breakdown", "idle", "collective", "kernel", "operator")
+    return tuple(sorted(causes, key=lambda cause: (order.index(cause.kind), -abs(cause.share))))
+
+
+def _notes(first: Sequence[RunFacts], second: Sequence[RunFacts], ratio: Ratio) -> tuple[str, ...]:
+    notes = []
+    if not ratio.several:
+        notes.append(
+            "one run a side shows only what varies inside a run, so nothing is concluded;"
+            " give three or more runs a side, taken in turn"
+        )
+    elif min(ratio.runs) == 2:
+        notes.append("two runs a side leave false alarms likelier than three or more do")
+    silent = [run.source for run in (*first, *second) if not any(run.environment.values())]
+    if silent:
+        notes.append(f"{silent[0]} does not say where it ran, so environments were not compared")
+    if not _causes_known(first, second):
+        notes.append("the two sides have no part of the step in common, so no cause can be named")
+    return tuple(notes)
+
+
+def _causes_known(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> bool:
+    kinds = [{part.kind for run in side for part in run.parts} for side in (first, second)]
+    return bool(kinds[0] & kinds[1])

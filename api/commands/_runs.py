@@ -1,0 +1,107 @@
+"""What `compare` and `check` share: runs from paths, and their common options."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from trine.analyzers.run_facts import RunFacts
+from trine.record.errors import UsageError
+
+__all__ = ["add_comparison_options", "load_runs", "progress_wanted", "refuse_repeats", "write_output"]
+
+
+def add_comparison_options(parser: argparse.ArgumentParser) -> None:
+    """Options about what counts as a change and what may be compared."""
+    parser.add_argument(
+        "--steps",
+        default="complete",
+        metavar="STEPS",
+        help="which steps of each run: complete (default), all, or 3:8 (the end excluded)",
+    )
+    parser.add_argument(
+        "--effect",
+        type=_share,
+        default=0.05,
+        metavar="SHARE",
+        help="a change below this share is none (default: 0.05)",
+    )
+    parser.add_argument(
+        "--min-steps",
+        type=_positive,
+        default=6,
+        metavar="N",
+        help="steady steps that a run must have (default: 6)",
+    )
+    parser.add_argument(
+        "--any-environment",
+        action="store_true",
+        help="compare although devices, versions or world sizes differ, and say how",
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report to FILE")
+
+
+def load_runs(paths: Iterable[str], steps: str) -> list[RunFacts]:
+    """Facts of each path, one run each; a baseline file gives all the runs that it holds.
+
+    Raises ``UnreadableInput`` or ``UsageError`` as :func:`trine.load` and the baseline reader do.
+    """
+    from trine.analyzers.baseline import is_baseline, read_baseline
+
+    runs: list[RunFacts] = []
+    for path in paths:
+        if is_baseline(Path(path)):
+            runs += read_baseline(Path(path)).runs
+        else:
+            runs.append(_measure(path, steps))
+    return runs
+
+
+def _measure(path: str, steps: str) -> RunFacts:
+    from trine.analyzers import analyze
+    from trine.analyzers.run_facts import measure_run
+    from trine.record import load
+
+    return measure_run(analyze(load(path), steps=steps, progress=progress_wanted()))
+
+
+def progress_wanted() -> bool:
+    """Whether somebody watches: a progress bar in a log file is noise."""
+    return sys.stderr.isatty()
+
+
+def write_output(text: str, output: Path | None) -> None:
+    """Print ``text``, or write it to ``output`` and say so. Raises ``UsageError`` when that fails."""
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror or error}") from None
+    print(f"Wrote {output}", file=sys.stderr)
+
+
+def refuse_repeats(sides: Sequence[Sequence[str]]) -> None:
+    """Raises ``UsageError`` when one run stands twice: it would count as several, and prove nothing."""
+    seen: set[Path] = set()
+    for path in (Path(path).resolve() for side in sides for path in side):
+        if path in seen:
+            raise UsageError(f"{path} is given twice; a run counts once")
+        seen.add(path)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, not {text}; 0.05 is 5 %")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
