@@ -1,0 +1,455 @@
+"""Collectives of a trace: from metadata where there is some, else from names and from the calls around them.
+
+Three generations of files: metadata on the kernel itself (2023-10 on, where profiled so), metadata on
+the host's ``record_param_comms`` (2.2 on), and before that only ``nccl:all_reduce`` annotations around the
+launch, with the tensor's shape when shapes were recorded. On gloo there is no device; the annotations on its
+worker threads are the collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..kernels import operation_of
+from ..model import MISSING, Group, Strings, Table
+from ._kineto_events import DECODE_ERRORS, Arguments
+
+__all__ = ["collectives_table", "groups_of"]
+
+Array = npt.NDArray[Any]
+
+#: torch's scalar type names, as c10 prints them in metadata ("Float") and in "Input type" ("c10::Half").
+_DTYPES = {
+    "float": ("float32", 4),
+    "half": ("float16", 2),
+    "bfloat16": ("bfloat16", 2),
+    "double": ("float64", 8),
+    "long": ("int64", 8),
+    "long int": ("int64", 8),
+    "int": ("int32", 4),
+    "short": ("int16", 2),
+    "short int": ("int16", 2),
+    "char": ("int8", 1),
+    "signed char": ("int8", 1),
+    "byte": ("uint8", 1),
+    "unsigned char": ("uint8", 1),
+    "bool": ("bool", 1),
+    "float8_e4m3fn": ("float8_e4m3fn", 1),
+    "float8_e5m2": ("float8_e5m2", 1),
+    "float8_e4m3fnuz": ("float8_e4m3fnuz", 1),
+    "float8_e5m2fnuz": ("float8_e5m2fnuz", 1),
+    "complexfloat": ("complex64", 8),
+    "complex<float>": ("complex64", 8),
+    "complexdouble": ("complex128", 16),
+    "complex<double>": ("complex128", 16),
+}
+
+#: What torch calls a collective in metadata, annotations and operators → the one name used here.
+_OPERATIONS = (
+    (re.compile(r"all_?reduce"), "all_reduce"),
+    (re.compile(r"reduce_?scatter"), "reduce_scatter"),
+    (re.compile(r"all_?gather"), "all_gather"),
+    (re.compile(r"all_?to_?all"), "all_to_all"),
+    (re.compile(r"broadcast"), "broadcast"),
+    (re.compile(r"barrier"), "barrier"),
+    (re.compile(r"reduce"), "reduce"),
+    (re.compile(r"gather"), "gather"),
+    (re.compile(r"scatter"), "scatter"),
+    (re.compile(r"recv"), "recv"),
+    (re.compile(r"send"), "send"),
+)
+_ANNOTATION = re.compile(r"^(?:nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl):_?(\w+)")
+_PEER = re.compile(r"(?:->|<-)\s*(\d+)|(?:send|recv) .*?(?:rank )?(\d+)\s*$")
+_OPERATOR = re.compile(r"^c10d::_?(\w+)|^(?:_c10d_functional|c10d_functional)::_?(\w+)")
+_NOT_COLLECTIVES = ("init", "wait", "start_coalescing", "end_coalescing", "wait_tensor", "monitored")
+
+
+@dataclass(slots=True)
+class _Call:
+    """What is known of one collective before it becomes a row."""
+
+    operation: str | None = None
+    group: str | None = None
+    sequence: int = MISSING
+    peer: int = MISSING
+    in_bytes: int = MISSING
+    out_bytes: int = MISSING
+    dtype: str | None = None
+    group_size: int | None = None
+    label: str | None = None
+    host_row: int = -1
+    groups: list[tuple[str, str | None, tuple[int, ...]]] = field(default_factory=list)
+
+
+def operation_of_call(name: str) -> str | None:
+    """``all_reduce`` of ``allreduce_coalesced``, ``_allgather_base``, ``all_to_allv`` and the like."""
+    name = name.lower()
+    if name.lstrip("_").startswith(_NOT_COLLECTIVES):
+        return None
+    for pattern, operation in _OPERATIONS:
+        if pattern.search(name):
+            return operation
+    return name.strip("_") or None
+
+
+def dtype_of(name: str) -> tuple[str | None, int]:
+    """torch's name of a scalar type and its size in bytes; ``(None, 0)`` when unknown."""
+    return _DTYPES.get(name.lower().removeprefix("c10::"), (None, 0))
+
+
+def bytes_of(operation: str | None, in_bytes: int, out_bytes: int) -> int:
+    """Bytes of a call as nccl-tests counts them, MISSING where unknown.
+
+    All-gather's output, reduce-scatter's and all-to-all's input, the sender's and the receiver's own
+    buffer, else the buffer (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    """
+    if operation in ("all_gather", "recv", "gather"):
+        return out_bytes
+    if operation in ("reduce_scatter", "all_to_all", "send", "scatter", "reduce"):
+        return in_bytes
+    return out_bytes if in_bytes in (MISSING, 0) else in_bytes
+
+
+# --- metadata ------------------------------------------------------------------------------------
+
+
+def _integer(value: Any) -> int:
+    if type(value) is int and abs(value) < 2**62:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\s*-?\d{1,18}\s*", value):
+        return int(value)
+    return MISSING
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None or value == "" else str(value)
+
+
+def ranks_of(value: Any, size: int = MISSING, start: int = MISSING, stride: int = MISSING) -> tuple[int, ...]:
+    """Global ranks of a group from a list or from its text; ``()`` when they cannot be known.
+
+    Long lists are cut with "..." by the writer; then first rank and stride give them back.
+    """
+    if isinstance(value, list):
+        found = [rank for rank in value if type(rank) is int]
+        if len(found) == len(value):
+            return tuple(found)
+    text = value if isinstance(value, str) else ""
+    numbers = tuple(int(number) for number in re.findall(r"\d{1,9}", text))
+    cut = "..." in text or (size > 0 and len(numbers) != size)
+    if numbers and not cut:
+        return numbers
+    if 0 < size <= 1 << 20 and start != MISSING and start >= 0 and stride != MISSING and stride > 0:
+        return tuple(range(start, start + size * stride, stride))
+    return ()
+
+
+def _from_metadata(arguments: Arguments) -> _Call:
+    call = _Call()
+    if arguments.collective is not None:
+        call.operation = operation_of_call(str(arguments.collective))
+    call.group = _text(arguments.group) or _text(arguments.old_group)
+    size = _integer(arguments.group_size)
+    call.group_size = size if size > 0 else None
+    call.sequence = _integer(arguments.sequence)
+    if arguments.dtype is not None:
+        call.dtype, width = dtype_of(str(arguments.dtype))
+        call.dtype = call.dtype or _text(arguments.dtype)
+        for side, elements in (("in_bytes", arguments.in_elements), ("out_bytes", arguments.out_elements)):
+            count = _integer(elements)
+            if width and 0 <= count < 2**55:
+                setattr(call, side, count * width)
+    if call.operation in ("send", "recv"):
+        call.peer = _integer(
+            arguments.destination_rank if call.operation == "send" else arguments.source_rank
+        )
+    if call.group is not None:
+        ranks = ranks_of(
+            arguments.group_ranks, size, _integer(arguments.rank_start), _integer(arguments.rank_stride)
+        )
+        if ranks:
+            call.groups.append((call.group, _text(arguments.group_description), ranks))
+    return call
+
+
+def _complete(call: _Call, other: _Call) -> None:
+    """Fill what ``call`` lacks from ``other``."""
+    for name in ("operation", "group", "dtype", "group_size", "label"):
+        if getattr(call, name) is None:
+            setattr(call, name, getattr(other, name))
+    for name in ("sequence", "peer", "in_bytes", "out_bytes"):
+        if getattr(call, name) == MISSING:
+            setattr(call, name, getattr(other, name))
+    if call.host_row < 0:
+        call.host_row = other.host_row
+    call.groups += other.groups
+
+
+# --- the calls around a launch -------------------------------------------------------------------
+
+
+def _elements(shapes: str | None, types: str | None) -> tuple[int, str | None, int]:
+    """Elements of the first tensor (or tensors of the first list), dtype and its width; zeros when unknown."""
+    try:
+        dims = msgspec.json.decode(shapes or "")
+        names = msgspec.json.decode(types or "[]")
+    except DECODE_ERRORS:
+        return 0, None, 0
+    for dim, name in zip(dims, names, strict=False):
+        dtype, width = dtype_of(name) if isinstance(name, str) else (None, 0)
+        if dtype is None or not isinstance(dim, list):
+            continue
+        tensors = dim if dim and isinstance(dim[0], list) else [dim]
+        sizes = [math.prod(tensor) for tensor in tensors if all(type(n) is int for n in tensor)]
+        return sum(sizes), dtype, width
+    return 0, None, 0
+
+
+class _Host:
+    """Looks up what the host says about a call."""
+
+    def __init__(self, host: Table | None, external: Array, types: Array, metadata: dict[int, _Call]) -> None:
+        self.host = host
+        self.types = types
+        self.metadata = metadata
+        self.by_external: dict[int, int] = {}
+        self._annotations: dict[int, _Call | None] = {}
+        if host is not None and metadata:
+            rows = np.array(sorted(metadata), dtype=np.int64)
+            self.by_external = dict(zip(external[rows].tolist(), rows.tolist(), strict=True))
+            self.by_external.pop(MISSING, None)
+            self.by_external.pop(0, None)
+
+    def around(self, row: int) -> Iterable[_Call]:
+        """What the spans that enclose a row tell, innermost first."""
+        assert self.host is not None
+        parents = self.host["parent"]
+        for _ in range(64):
+            if row < 0:
+                return
+            call = self.at(row)
+            if call is not None:
+                yield call
+            row = int(parents[row])
+
+    def at(self, row: int) -> _Call | None:
+        if row not in self._annotations:
+            self._annotations[row] = self.metadata.get(row) or self._annotation(row)
+        return self._annotations[row]
+
+    def _annotation(self, row: int) -> _Call | None:
+        host = self.host
+        assert host is not None
+        name = host.strings.text(int(host["name"][row])) or ""
+        match = _ANNOTATION.match(name) or _OPERATOR.match(name)
+        if match is None:
+            return None
+        operation = operation_of_call(match[match.lastindex or 1])
+        if operation is None:
+            return None
+        call = _Call(operation, host_row=row)
+        if name.startswith(("c10d", "_c10d")):
+            return call  # its arguments are lists of lists: the annotation inside says it better
+        if operation in ("send", "recv"):
+            peer = _PEER.search(name)
+            call.peer = int(peer[1] or peer[2]) if peer else MISSING
+        shapes = host.strings.text(int(host["shapes"][row]))
+        elements, dtype, width = _elements(shapes, host.strings.text(int(self.types[row])))
+        if dtype is not None:
+            call.dtype = dtype
+            call.in_bytes = elements * width
+            if operation in ("all_reduce", "broadcast", "reduce", "send", "recv", "all_to_all"):
+                call.out_bytes = call.in_bytes
+        return call
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def collectives_table(
+    marked: Sequence[tuple[str, int, Arguments]],
+    device: Table | None,
+    host: Table | None,
+    external: Array,
+    types: Array,
+    device_external: dict[int, int],
+    strings: Strings,
+) -> tuple[Table | None, list[tuple[str, str | None, tuple[int, ...]]]]:
+    """The collectives of a rank and the groups that their metadata names.
+
+    ``marked`` are the communication kernels and ``record_param_comms`` rows with their arguments;
+    ``external`` and ``types`` are per host row, ``device_external`` per marked device row.
+    """
+    metadata = {row: _from_metadata(arguments) for kind, row, arguments in marked if kind == "host"}
+    for row, call in metadata.items():
+        call.host_row = row
+    look = _Host(host, external, types, metadata)
+    groups = [group for call in metadata.values() for group in call.groups]
+    calls: list[tuple[_Call, int]] = []
+    for kind, row, arguments in marked:
+        if kind == "device" and device is not None:
+            call = _device_call(row, arguments, device, look, device_external)
+            groups += call.groups
+            calls.append((call, row))
+    if device is not None:
+        _name_by_stream(calls, device)
+    rows = _device_rows(calls, device, host)
+    rows += _host_rows(host, look, bool(calls))
+    if not rows:
+        return None, groups
+    rows.sort(key=lambda row: (row["start_ns"], row["device_row"]))
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    for name in ("operation", "group", "dtype", "state", "label"):
+        columns[name] = [strings.code(value) for value in columns[name]]
+    return Table("collectives", columns, strings), groups
+
+
+def _device_call(
+    row: int, arguments: Arguments, device: Table, look: _Host, external: dict[int, int]
+) -> _Call:
+    call = _from_metadata(arguments)
+    linked = look.by_external.get(external.get(row, MISSING))
+    if linked is not None:
+        _complete(call, look.metadata[linked])
+    launch = int(device["launch"][row])
+    if launch >= 0 and look.host is not None:
+        for other in look.around(launch):
+            if call.operation in (None, other.operation) or other.operation is None:
+                _complete(call, other)
+    if call.operation is None:
+        call.operation = operation_of(device.strings.text(int(device["name"][row])) or "")
+    if call.host_row < 0:
+        call.host_row = launch
+    return call
+
+
+def _name_by_stream(calls: list[tuple[_Call, int]], device: Table) -> None:
+    """NCCL's ``SendRecv`` without a launch record is what all others on its stream are, when they agree."""
+    seen: dict[tuple[int, int], set[str]] = defaultdict(set)
+    where = {row: (int(device["device"][row]), int(device["stream"][row])) for _, row in calls}
+    for call, row in calls:
+        name = device.strings.text(int(device["name"][row])) or ""
+        if call.operation not in (None, "send_recv") and "sendrecv" in name.lower().replace("_", ""):
+            seen[where[row]].add(call.operation)
+    for call, row in calls:
+        if call.operation == "send_recv" and len(seen[where[row]]) == 1:
+            call.operation = next(iter(seen[where[row]]))
+
+
+def _row(call: _Call, **values: Any) -> dict[str, Any]:
+    in_bytes, out_bytes = call.in_bytes, call.out_bytes
+    if call.group_size and call.operation == "all_gather" and out_bytes == MISSING and in_bytes != MISSING:
+        out_bytes = in_bytes * call.group_size
+    return {
+        "operation": call.operation,
+        "group": call.group,
+        "sequence": call.sequence,
+        "peer": call.peer,
+        "in_bytes": in_bytes,
+        "out_bytes": out_bytes,
+        "bytes": bytes_of(call.operation, in_bytes, out_bytes),
+        "dtype": call.dtype,
+        "state": "completed",
+        "label": call.label,
+        **values,
+    }
+
+
+def _device_rows(
+    calls: list[tuple[_Call, int]], device: Table | None, host: Table | None
+) -> list[dict[str, Any]]:
+    rows = []
+    for call, row in calls:
+        assert device is not None
+        launch = int(device["launch"][row])
+        issued = int(host["start_ns"][launch]) if host is not None and launch >= 0 else MISSING
+        rows.append(
+            _row(
+                call,
+                issued_ns=issued,
+                start_ns=int(device["start_ns"][row]),
+                end_ns=int(device["end_ns"][row]),
+                device_row=row,
+                host_row=call.host_row,
+                step=int(device["step"][row]),
+            )
+        )
+    return rows
+
+
+def _host_rows(host: Table | None, look: _Host, on_device: bool) -> list[dict[str, Any]]:
+    """Collectives that ran on the host: gloo's and MPI's annotations, on their own worker threads."""
+    if host is None:
+        return []
+    names = host.strings.values
+    running = [code for code, name in enumerate(names) if re.match(r"(?:gloo|mpi|ucc):", name)]
+    picked = np.flatnonzero(np.isin(host["name"], running)).tolist()
+    issues = _issues(host, picked, look)
+    rows = []
+    for row in picked:
+        call = look.at(row)
+        if call is None:
+            continue
+        rows.append(
+            _row(
+                call,
+                issued_ns=issues.get(row, MISSING),
+                start_ns=int(host["start_ns"][row]),
+                end_ns=int(host["end_ns"][row]),
+                device_row=-1,
+                host_row=row,
+                step=int(host["step"][row]),
+            )
+        )
+    return rows
+
+
+def _issues(host: Table, running: list[int], look: _Host) -> dict[int, int]:
+    """When each host collective was issued: the ``c10d::`` operator of the same operation and shape, in order.
+
+    Only where both were recorded equally often; a worker thread runs what was queued in order.
+    """
+    operators = [code for code, name in enumerate(host.strings.values) if name.startswith("c10d::")]
+    issued: dict[tuple[str | None, str], list[tuple[int, int]]] = defaultdict(list)
+    ran: dict[tuple[str | None, str], list[tuple[int, int]]] = defaultdict(list)
+    for rows, into in ((np.flatnonzero(np.isin(host["name"], operators)).tolist(), issued), (running, ran)):
+        for row in rows:
+            call = look.at(row)
+            shapes = re.findall(r"\d+", host.strings.text(int(host["shapes"][row])) or "")
+            if call is not None:
+                into[call.operation, ",".join(shapes)].append((int(host["start_ns"][row]), row))
+    found: dict[int, int] = {}
+    for key, begun in ran.items():
+        called = issued.get(key, [])
+        if len(called) == len(begun):
+            for (start, row), (issue, _) in zip(sorted(begun), sorted(called), strict=True):
+                if issue <= start:
+                    found[row] = issue
+    return found
+
+
+def groups_of(distributed: Any, seen: Iterable[tuple[str, str | None, tuple[int, ...]]]) -> tuple[Group, ...]:
+    """Process groups: those of ``distributedInfo.pg_config``, completed by those that collectives name."""
+    groups: dict[str, Group] = {}
+    configured = distributed.get("pg_config") if isinstance(distributed, dict) else None
+    for entry in configured if isinstance(configured, list) else ():
+        if not isinstance(entry, dict) or entry.get("pg_name") is None:
+            continue
+        name = str(entry["pg_name"])
+        description = _text(entry.get("pg_desc"))
+        ranks = ranks_of(entry.get("ranks"), _integer(entry.get("pg_size")))
+        groups[name] = Group(name, name, description, ranks)
+    for (name, description, ranks), _ in Counter(seen).most_common():
+        known = groups.get(name)
+        if known is None or not known.ranks:
+            groups[name] = Group(name, name, description or (known.description if known else None), ranks)
+    return tuple(groups.values())

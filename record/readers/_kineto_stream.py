@@ -1,0 +1,250 @@
+"""A trace as a stream of decoded chunks: never the whole file in memory, never an event twice.
+
+A file of a few hundred megabytes is cut between events, a few megabytes at a time, so that memory
+stays flat. A cut is proved by decoding: an object that was cut inside cannot be valid JSON.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+import msgspec
+
+from ..errors import UnreadableInput
+from ._kineto_events import DECODE_ERRORS, Event, Facts, decode_events
+from ._kineto_repair import BETWEEN_EVENTS, mend, pieces
+
+__all__ = ["Findings", "TraceStream", "blocks"]
+
+CHUNK_BYTES = 8 << 20
+_HEAD_LIMIT_BYTES = 256 << 20
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_LIST = re.compile(rb"\s*\[")
+_OBJECT = re.compile(rb"\s*\{")
+_CLOSING = re.compile(rb"[\s,]*\]\s*(?:,(?P<rest>[\s\S]*)|\}?\s*)\Z")
+_END_OF_EVENTS = re.compile(
+    rb"[\]}][\s,]*\](?=\s*,\s*\"(?:traceName|displayTimeUnit|baseTimeNanoseconds|distributedInfo|deviceProperties|"
+    rb"schemaVersion|trace_id|host_name|[a-z_]+_version|with_\w+|record_shapes|profile_memory|metadata)\"\s*:)"
+)
+_facts = msgspec.json.Decoder(Facts)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was wrong with a file and mended, in numbers."""
+
+    repaired: int = 0
+    dropped: int = 0
+    truncated: bool = False
+    damaged: str | None = None  # of the compression
+    tail_lost: bool = False
+
+
+def blocks(file: IO[bytes], findings: Findings, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The bytes of a file, decompressed when it is gzip (by content, not by name); what a broken one still gives."""
+    first = file.read(size)
+    if first[:2] != b"\x1f\x8b":
+        while first:
+            yield first
+            first = file.read(size)
+        return
+    decoder = zlib.decompressobj(wbits=31)
+    compressed = first
+    finished = False
+    try:
+        while compressed:
+            data = decoder.decompress(compressed, size)
+            if data:
+                yield data
+            compressed = decoder.unconsumed_tail
+            if decoder.eof:
+                finished = True
+                rest = decoder.unused_data
+                if len(rest) < 18:
+                    rest += file.read(size)
+                if rest[:2] != b"\x1f\x8b":  # padding after the last member
+                    return
+                decoder, compressed, finished = zlib.decompressobj(wbits=31), rest, False
+            elif not compressed:
+                compressed = file.read(1 << 20)
+        last = decoder.flush()
+        if last:
+            yield last
+    except zlib.error as error:
+        findings.damaged = str(error)
+    except EOFError:
+        findings.damaged = "the compressed stream ends early"
+    if not finished and findings.damaged is None:
+        findings.damaged = "the compressed stream ends early"
+
+
+class TraceStream:
+    """Iterate to get lists of events; then ``facts`` and ``findings`` are complete."""
+
+    def __init__(self, source: Iterator[bytes], findings: Findings, where: str) -> None:
+        self.facts = Facts()
+        self.findings = findings
+        self.where = where
+        self._source = source
+        self._buffer = b""
+        self._is_list = False
+        self._next_try = CHUNK_BYTES // 2
+
+    def __iter__(self) -> Iterator[list[Event]]:
+        self._read_head()
+        for block in self._source:
+            self._buffer += block
+            events = self._cut()
+            if events:
+                yield events
+        yield from self._finish()
+
+    # --- before the events ---------------------------------------------------------------------
+
+    def _read_head(self) -> None:
+        searched = 0
+        for block in self._source:
+            self._buffer = self._buffer + block if self._buffer else block.removeprefix(b"\xef\xbb\xbf")
+            if searched == 0 and not (self._buffer.strip()):
+                continue
+            if _LIST.match(self._buffer):
+                self._is_list = True
+                self._buffer = self._buffer[_LIST.match(self._buffer).end() :]  # type: ignore[union-attr]
+                return
+            match = _EVENTS_KEY.search(self._buffer, max(0, searched - 64))
+            if match:
+                self._take_facts(self._buffer[: match.start()] + b'"traceEvents":null}')
+                self._buffer = self._buffer[match.end() :]
+                return
+            searched = len(self._buffer)
+            if not _OBJECT.match(self._buffer) or searched > _HEAD_LIMIT_BYTES:
+                break
+        raise UnreadableInput(self._why_no_trace())
+
+    def _why_no_trace(self) -> str:
+        start = self._buffer[:4096]
+        if self.findings.damaged:
+            return (
+                f"{self.where} is a damaged gzip file ({self.findings.damaged}) with no event in what is left; "
+                "copy it again from where it was written"
+            )
+        if not self._buffer.strip():
+            return f"{self.where} is empty; was the profiler stopped before the process ended?"
+        if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            return f"{self.where} is UTF-16 text; convert it to UTF-8 first"
+        if not _OBJECT.match(self._buffer):
+            return f"{self.where} is not JSON; a trace is what torch.profiler's export_chrome_trace writes (.json or .json.gz)"
+        try:
+            msgspec.json.decode(self._buffer)
+        except DECODE_ERRORS as error:
+            return f"{self.where} is broken JSON ({str(error)[:120]}) and has no traceEvents; export the trace again"
+        return f"{self.where} is JSON but not a trace (it has no list named traceEvents); export one with torch.profiler's export_chrome_trace"
+
+    def _take_facts(self, text: bytes) -> list[Event] | None:
+        """Merge what an object says; its events, or ``None`` when it is not sound."""
+        try:
+            facts = _facts.decode(text)
+        except DECODE_ERRORS:
+            return None
+        for name in Facts.__struct_fields__:
+            value = getattr(facts, name)
+            if value is not None and name != "traceEvents":
+                setattr(self.facts, name, value)
+        return facts.traceEvents or []
+
+    # --- the events ----------------------------------------------------------------------------
+
+    def _cut(self) -> list[Event]:
+        """Decode all complete events of the buffer but the last, and keep the rest."""
+        buffer = self._buffer
+        if len(buffer) < self._next_try:
+            return []
+        self._next_try = 2 * len(buffer)  # where no cut is found, not to try at every block
+        tried = 0
+        for match in self._boundaries_from_the_end():
+            text = buffer[: match.start() + 1]
+            try:
+                events = decode_events(b"[" + text + b"]")
+            except DECODE_ERRORS:
+                tried += 1
+                if tried < 3:
+                    continue
+                if _END_OF_EVENTS.search(text):
+                    return []  # this is the metadata after the events
+                events, repaired, dropped = mend(text)
+                self.findings.repaired += repaired
+                self.findings.dropped += dropped
+            self._buffer = buffer[match.end() :]
+            self._next_try = CHUNK_BYTES // 2
+            return events
+        return []
+
+    def _boundaries_from_the_end(self) -> Iterator[re.Match[bytes]]:
+        buffer = self._buffer
+        window = 1 << 14
+        end = len(buffer)
+        while True:
+            start = max(0, end - window)
+            found = list(BETWEEN_EVENTS.finditer(buffer, start, end))
+            if found or start == 0:
+                yield from reversed(found)
+                return
+            window *= 8
+
+    # --- after the events ----------------------------------------------------------------------
+
+    def _finish(self) -> Iterator[list[Event]]:
+        rest, self._buffer = self._buffer, b""
+        if self._is_list:
+            try:
+                yield decode_events(b"[" + rest)
+                return
+            except DECODE_ERRORS:
+                pass
+        else:
+            events = self._take_facts(b'{"traceEvents":[' + rest)
+            if events is not None:
+                yield events
+                return
+        yield self._mend_the_end(rest)
+
+    def _mend_the_end(self, rest: bytes) -> list[Event]:
+        body, tail = self._split_tail(rest)
+        if tail is None:
+            self.findings.truncated = True
+        elif tail.strip(b" \t\r\n}") and self._take_facts(b"{" + tail) is None:
+            self.findings.tail_lost = True
+        if not body.strip(b" \t\r\n,"):
+            return []
+        try:
+            return decode_events(b"[" + body + b"]")
+        except DECODE_ERRORS:
+            events, repaired, dropped = mend(body)
+        if tail is None and dropped and not body.rstrip().endswith(b"}"):
+            dropped -= 1  # the event that was cut off
+        self.findings.repaired += repaired
+        self.findings.dropped += dropped
+        return events
+
+    def _split_tail(self, rest: bytes) -> tuple[bytes, bytes | None]:
+        """Events, and the members after them; ``None`` instead of the latter where the file was cut."""
+        match = _END_OF_EVENTS.search(rest)
+        if match is not None:
+            return rest[: match.start() + 1], rest[match.end() :].lstrip(b" \t\r\n,")
+        for match in reversed(list(re.finditer(rb"\}[\s,]*\](?=\s*(?:,\s*\"|\}|\Z))", rest))):
+            body, tail = rest[: match.start() + 1], rest[match.end() :]
+            closing = _CLOSING.match(b"]" + tail)
+            if closing is None:
+                continue
+            last = list(pieces(body[-(1 << 16) :]))[-1]
+            if last.count(b"{") > last.count(b"}"):
+                continue  # the end of an array inside an event or inside the members after them
+            return body, (closing["rest"] or b"")
+        stripped = rest.lstrip()
+        if stripped.startswith(b"]"):
+            return b"", stripped[1:].lstrip(b" \t\r\n,")
+        return rest, None

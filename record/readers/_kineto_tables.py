@@ -1,0 +1,163 @@
+"""Columns into the model's tables: clocks, launches, nesting, steps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..model import HOST_KINDS, MISSING, Strings, Table
+from ._kineto_columns import host_kind_of_name
+
+__all__ = [
+    "device_table",
+    "host_table",
+    "joined",
+    "launches",
+    "mark_blocking_copies",
+    "memory_table",
+    "parents",
+    "step_of",
+    "steps_table",
+]
+
+Array = npt.NDArray[Any]
+
+_PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,18})$")
+#: Old files round to whole microseconds, so a child may seem to outlast its parent by one.
+_ROUNDING_NS = 1_000
+_RUNTIME, _SYNC = HOST_KINDS.index("runtime"), HOST_KINDS.index("sync")
+
+
+def joined(parts: list[dict[str, Array]]) -> dict[str, Array] | None:
+    """One array per column of a list of chunks, emptied on the way; ``None`` of no rows at all."""
+    if not parts:
+        return None
+    columns = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+    parts.clear()
+    return columns if len(next(iter(columns.values()))) else None
+
+
+def host_table(columns: dict[str, Array], base_ns: int, strings: Strings) -> Table:
+    """The host table: kinds refined by name, nesting per thread; steps are filled in later."""
+    columns["start_ns"] += base_ns
+    columns["end_ns"] += base_ns
+    _refine(columns, strings)
+    columns["correlation"][~np.isin(columns["kind"], (_RUNTIME, _SYNC))] = MISSING
+    columns["parent"] = parents(columns["thread"], columns["start_ns"], columns["end_ns"])
+    return Table("host", columns, strings)
+
+
+def _refine(columns: dict[str, Array], strings: Strings) -> None:
+    kinds, names = columns["kind"], columns["name"]
+    for kind in range(len(HOST_KINDS)):
+        rows = kinds == kind
+        codes = np.unique(names[rows])
+        refined = {
+            int(code): better
+            for code in codes
+            if code >= 0 and (better := host_kind_of_name(strings.values[code], kind)) != kind
+        }
+        for better in set(refined.values()):
+            wanted = [code for code, value in refined.items() if value == better]
+            kinds[rows & np.isin(names, wanted)] = better
+
+
+def parents(thread: Array, start: Array, end: Array) -> Array:
+    """Row of the innermost enclosing span on the same thread, -1 where there is none. All shapes ``(n,)``."""
+    order = np.lexsort((-end, start, thread))
+    found = [-1] * len(order)
+    stack: list[tuple[int, int]] = []  # (end, row)
+    current = None
+    rows = zip(
+        order.tolist(), thread[order].tolist(), start[order].tolist(), end[order].tolist(), strict=True
+    )
+    for row, where, begins, ends in rows:
+        if where != current:
+            current = where
+            stack = []
+        while stack and stack[-1][0] <= begins and not (stack[-1][0] == begins == ends):
+            stack.pop()
+        if stack:
+            if stack[-1][0] + _ROUNDING_NS >= ends:
+                found[row] = stack[-1][1]
+            else:  # spans that cross: an enclosing one may lie deeper
+                found[row] = next((other for limit, other in reversed(stack) if limit >= ends), -1)
+        stack.append((ends, row))
+    return np.array(found, dtype=np.int64)
+
+
+def device_table(columns: dict[str, Array], base_ns: int, strings: Strings) -> Table:
+    """The device table; launches and steps are filled in later."""
+    columns["start_ns"] += base_ns
+    columns["end_ns"] += base_ns
+    return Table("device", columns, strings)
+
+
+def launches(device: Table, host: Table) -> Array:
+    """Row in ``host`` of the runtime call that launched each device row, -1 where there is none.
+
+    A correlation seen more than once (several windows in one file) means its last call before the work.
+    """
+    calls = np.flatnonzero(host["correlation"] != MISSING)
+    order = calls[np.lexsort((host["start_ns"][calls], host["correlation"][calls]))]
+    keys = host["correlation"][order]
+    wanted = device["correlation"]
+    low = np.searchsorted(keys, wanted, side="left")
+    high = np.searchsorted(keys, wanted, side="right")
+    found = np.full(len(device), -1, np.int64)
+    usable = (high > low) & (wanted != MISSING)
+    found[usable] = order[low[usable]]
+    starts = host["start_ns"]
+    for row in np.flatnonzero(usable & (high - low > 1)).tolist():
+        candidates = order[low[row] : high[row]]
+        before = candidates[starts[candidates] <= device["start_ns"][row]]
+        found[row] = before[-1] if len(before) else candidates[0]
+    return found
+
+
+def mark_blocking_copies(device: Table, host: Table) -> None:
+    """A copy of pageable memory that ends within its "asynchronous" call blocked the host: a sync."""
+    pageable = [code for code, name in enumerate(device.strings.values) if "Pageable" in name]
+    rows = np.flatnonzero(np.isin(device["name"], pageable) & (device["launch"] >= 0))
+    calls = device["launch"][rows]
+    blocked = calls[host["end_ns"][calls] >= device["end_ns"][rows]]
+    host["kind"][blocked] = _SYNC
+
+
+def steps_table(host: Table) -> tuple[Table | None, int]:
+    """Steps from ``ProfilerStep#N`` annotations, in order of start, and how many marks repeat an index."""
+    index = {}
+    for code, name in enumerate(host.strings.values):
+        match = _PROFILER_STEP.match(name)
+        if match:
+            index[code] = int(match[1])
+    rows = np.flatnonzero(np.isin(host["name"], list(index)) & (host["end_ns"] > host["start_ns"]))
+    if not len(rows):
+        return None, 0
+    rows = rows[np.lexsort((-host["end_ns"][rows], host["start_ns"][rows]))]
+    seen: set[int] = set()
+    kept = []
+    for row in rows.tolist():
+        number = index[int(host["name"][row])]
+        if number not in seen:
+            seen.add(number)
+            kept.append((number, int(host["start_ns"][row]), int(host["end_ns"][row])))
+    numbers, starts, ends = zip(*kept, strict=True)
+    columns = {"index": numbers, "start_ns": starts, "end_ns": ends}
+    return Table("steps", columns, host.strings), len(rows) - len(kept)
+
+
+def step_of(times: Array, steps: Table) -> Array:
+    """Index of the step whose mark is the last at or before each time; MISSING before the first."""
+    position = np.searchsorted(steps["start_ns"], times, side="right") - 1
+    return np.where(position >= 0, steps["index"][np.maximum(position, 0)], MISSING)
+
+
+def memory_table(columns: dict[str, Array], base_ns: int, strings: Strings) -> Table:
+    """The memory table, by time."""
+    columns["time_ns"] += base_ns
+    order = np.argsort(columns["time_ns"], kind="stable")
+    return Table("memory", {name: column[order] for name, column in columns.items()}, strings)
