@@ -140,6 +140,7 @@ def _metadata(facts: Any, distributed: dict[str, Any]) -> dict[str, Any]:
         "backend": distributed.get("backend"),
         "trace_id": facts.trace_id,
         "trace_name": facts.traceName,
+        "base_time_ns": _integer(facts.baseTimeNanoseconds),
         "versions": {name: value for name, value in versions.items() if value} or None,
     }
     return {name: value for name, value in found.items() if value is not None}
