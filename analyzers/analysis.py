@@ -1,0 +1,131 @@
+"""From a job to its analysis: read and reduce every rank, join them, diagnose."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from trine.record.errors import TrineError, UnreadableInput, UsageError
+from trine.record.model import Job, Quality, RankSource
+
+from .conclusion import conclude
+from .pool import Outcome, reduce_in_pool, reduce_source
+from .results import Analysis, RankSummary
+from .selection import Selection, parse_selection
+
+__all__ = ["analyze"]
+
+#: Bytes of input from which a pool pays: a worker needs a third of a second to start, in which one
+#: process reads about 20 MB of plain JSON.
+_WORTH_A_POOL = 40_000_000
+#: How much larger a trace is than its gzip file.
+_COMPRESSION = 10
+
+
+def analyze(
+    job: Job,
+    steps: str = "complete",
+    workers: int | None = None,
+    progress: bool = False,
+    convention: str | None = None,
+) -> Analysis:
+    """Analyse a job: every rank by itself, then all together, then what to do about it.
+
+    Args:
+        job: what :func:`trine.load` returned.
+        steps: ``complete``, ``all``, or step numbers as ``3:8`` (the end excluded).
+        workers: processes that read ranks; by default as many as pay, at most one a processor.
+        progress: a bar on standard error while ranks are read, when that is a terminal.
+        convention: how MFU counts model FLOPs: ``counted``, ``palm``, ``megatron``, ``narayanan``
+            or ``6n``; without it a range over all that are known.
+
+    Raises ``UsageError`` when ``steps`` cannot be parsed or names no step of any rank, and
+    ``UnreadableInput`` when no rank can be read. A rank that cannot be read is named under
+    ``data_quality`` and counts as missing.
+    """
+    selection = parse_selection(steps)
+    if not job.sources:
+        raise UnreadableInput(
+            f"{job.path} holds no rank to analyse; give a trace, a folder of traces or a record"
+        )
+    outcomes = _outcomes(job, selection, _workers(job, workers))
+    if progress and len(job.sources) > 1 and sys.stderr.isatty():
+        outcomes = _shown(outcomes, len(job.sources))
+    summaries, notes = _sorted_out(job, list(outcomes))
+    from .diagnose import diagnose
+
+    return diagnose(
+        conclude(replace(job, quality=[*job.quality, *notes]), summaries, selection, convention=convention)
+    )
+
+
+def _outcomes(job: Job, selection: Selection, workers: int) -> Iterator[tuple[RankSource, Outcome]]:
+    if workers > 1:
+        yield from reduce_in_pool(job.sources, selection, workers)
+    else:
+        for source in job.sources:
+            yield source, reduce_source(source, selection)
+
+
+def _sorted_out(
+    job: Job, outcomes: list[tuple[RankSource, Outcome]]
+) -> tuple[list[RankSummary], list[Quality]]:
+    summaries = [outcome for _, outcome in outcomes if not isinstance(outcome, TrineError)]
+    failed = sorted(
+        ((source.rank, outcome) for source, outcome in outcomes if isinstance(outcome, TrineError)),
+        key=lambda item: item[0],
+    )
+    if not summaries:
+        first = failed[0][1]
+        if len(failed) == 1 or all(isinstance(error, UsageError) for _, error in failed):
+            raise first
+        raise UnreadableInput(
+            f"none of the {len(failed)} ranks of {job.path} can be read; rank {failed[0][0]}: {first}"
+        )
+    notes = [Quality("unreadable-rank", "error", f"rank {rank}: {error}", rank) for rank, error in failed]
+    return summaries, notes
+
+
+def _workers(job: Job, asked: int | None) -> int:
+    if asked is not None:
+        if asked < 1:
+            raise UsageError(f"workers must be at least 1, not {asked}")
+        return min(asked, len(job.sources))
+    if len(job.sources) < 2 or _input_bytes(job) < _WORTH_A_POOL:
+        return 1
+    return min(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        len(job.sources),
+    )
+
+
+def _input_bytes(job: Job) -> int:
+    """About how much JSON must be decoded."""
+    total = 0
+    for path in {source.path for source in job.sources}:
+        packed = path.suffix in (".gz", ".tgz")
+        total += _size(path) * (_COMPRESSION if packed else 1)
+    return total
+
+
+def _size(path: Path) -> int:
+    if path.is_dir():
+        return sum(_size(inner) for inner in path.iterdir())
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # reading it will say what is wrong
+
+
+def _shown(
+    outcomes: Iterable[tuple[RankSource, Outcome]], total: int
+) -> Iterator[tuple[RankSource, Outcome]]:
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(
+        outcomes, description="reading ranks", total=total, console=Console(stderr=True), transient=True
+    )

@@ -1,0 +1,217 @@
+"""What each rank paid and caused in the collectives, and what the links carried.
+
+All from matched calls alone. *Transfer* is what the exchange itself takes, *wait* what a rank spent
+inside a call beyond it, *lateness* how much later than the second last a rank entered calls that
+others had to wait in for it, and *caused wait* the others' wait over those.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trine.record.model import MISSING
+
+from .clocks import Clock
+from .matching import Calls
+from .operations import bus_factor
+from .results import CollectiveResult, Communication, HeatCell, LateActivity, RankSummary
+
+__all__ = ["Blame", "blame", "collective_results", "communications", "heat_cells"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """One :class:`Calls` measured. Shapes (calls,) or (calls, ranks), ns.
+
+    ``culprit`` is the column of the rank that others waited for, -1 where nobody; ``late`` how much
+    later it entered than the second last.
+    """
+
+    calls: Calls
+    transfer: Array
+    wait: Array
+    culprit: Array
+    late: Array
+
+    @property
+    def caused(self) -> Array:
+        """The others' wait in each call with a culprit; the culprit's own is not counted."""
+        own = np.take_along_axis(self.wait, np.maximum(self.culprit, 0)[:, None], axis=1)[:, 0]
+        return np.asarray(np.where(self.culprit >= 0, self.wait.sum(axis=1) - own, 0))
+
+
+def blame(calls: Calls, clocks: Mapping[int, Clock]) -> Blame:
+    """Transfer, wait and culprit of each call that has a start and an end on every rank; the others
+    are left out. Ties have no culprit."""
+    known = ((calls.start_ns != MISSING) & (calls.end_ns != MISSING)).all(axis=1)
+    calls = _rows(calls, known)
+    duration = np.maximum(calls.end_ns - calls.start_ns, 0)
+    correction = np.array(
+        [clocks[rank].correction_ns if rank in clocks else 0 for rank in calls.ranks], dtype=np.int64
+    )
+    start, end = calls.start_ns + correction, calls.end_ns + correction
+    if calls.pattern == "all":
+        transfer = duration.min(axis=1)
+    else:
+        transfer = np.maximum(end.max(axis=1) - start.max(axis=1), 0)
+    wait = np.maximum(duration - transfer[:, None], 0)
+    last = start.argmax(axis=1)
+    # The second last: the largest once the last is out.
+    others = np.where(np.arange(start.shape[1]) == last[:, None], np.iinfo(np.int64).min, start)
+    late = np.take_along_axis(start, last[:, None], axis=1)[:, 0] - others.max(axis=1)
+    blamed = (late > 0) & _held_up_others(calls, last)
+    return Blame(calls, transfer, wait, np.where(blamed, last, -1), np.where(blamed, late, 0))
+
+
+def _rows(calls: Calls, known: Array) -> Calls:
+    if known.all():
+        return calls
+    return replace(
+        calls,
+        rows=calls.rows[known],
+        start_ns=calls.start_ns[known],
+        end_ns=calls.end_ns[known],
+        root=calls.root[known],
+        bytes=calls.bytes[known],
+    )
+
+
+def _held_up_others(calls: Calls, last: Array) -> Array:
+    """Whether others had to wait in the call for the rank that entered last."""
+    if calls.pattern in ("all", "pair"):
+        return np.ones(len(last), dtype=bool)
+    is_root = np.array(calls.ranks)[last] == calls.root
+    known = calls.root >= 0
+    return np.asarray(known & (is_root if calls.pattern == "from_root" else ~is_root))
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Tally:
+    transfer: int = 0
+    wait: int = 0
+    caused: int = 0
+    lateness: int = 0
+    last_in: int = 0
+    matched: int = 0
+    doing: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    examples: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+def communications(blames: Sequence[Blame], summaries: Mapping[int, RankSummary]) -> dict[int, Communication]:
+    """Each rank's part in the matched calls; ranks without a matched call are absent."""
+    tallies: dict[int, _Tally] = defaultdict(_Tally)
+    for one in blames:
+        if not len(one.transfer):
+            continue
+        transfer, caused = int(one.transfer.sum()), one.caused
+        for column, rank in enumerate(one.calls.ranks):
+            tally = tallies[rank]
+            tally.transfer += transfer
+            tally.wait += int(one.wait[:, column].sum())
+            tally.matched += len(one.transfer)
+            guilty = np.flatnonzero(one.culprit == column)
+            if len(guilty):
+                tally.caused += int(caused[guilty].sum())
+                tally.lateness += int(one.late[guilty].sum())
+                tally.last_in += len(guilty)
+                _note_doings(tally, summaries[rank], one.calls.rows[guilty, column], one.late[guilty])
+    return {rank: _communication(tally) for rank, tally in tallies.items()}
+
+
+def _note_doings(tally: _Tally, summary: RankSummary, rows: Array, late: Array) -> None:
+    for row, amount in zip(rows.tolist(), late.tolist(), strict=True):
+        activity = summary.activity[row] if summary.activity else "unknown"
+        example = summary.activity_example[row] if summary.activity_example else None
+        tally.doing[activity] += amount
+        if example is not None and amount > tally.examples.get(activity, (0, ""))[0]:
+            tally.examples[activity] = (amount, example)
+
+
+def _communication(tally: _Tally) -> Communication:
+    doing = sorted(tally.doing.items(), key=lambda item: (-item[1], item[0]))
+    return Communication(
+        transfer_ns=tally.transfer,
+        wait_ns=tally.wait,
+        caused_wait_ns=tally.caused,
+        lateness_ns=tally.lateness,
+        last_in=tally.last_in,
+        matched=tally.matched,
+        late_doing=tuple(
+            LateActivity(activity, total, tally.examples.get(activity, (0, None))[1])
+            for activity, total in doing
+        ),
+    )
+
+
+def collective_results(blames: Sequence[Blame]) -> tuple[CollectiveResult, ...]:
+    """Calls by operation and group, the longest in total first."""
+    grouped: dict[tuple[str, str], list[Blame]] = defaultdict(list)
+    for one in blames:
+        if len(one.transfer):
+            grouped[one.calls.operation, one.calls.group].append(one)
+    results = [_collective(*key, parts) for key, parts in grouped.items()]
+    return tuple(sorted(results, key=lambda r: (-(r.transfer_ns + r.wait_ns), r.op, r.group)))
+
+
+def _collective(op: str, group: str, parts: list[Blame]) -> CollectiveResult:
+    transfer = sum(int(part.transfer.sum()) for part in parts)
+    caused: dict[int, int] = defaultdict(int)
+    known = all((part.calls.bytes >= 0).all() for part in parts)
+    total, bus = 0, 0.0
+    for part in parts:
+        for column, rank in enumerate(part.calls.ranks):
+            waited = int(part.caused[part.culprit == column].sum())
+            if waited:
+                caused[rank] += waited
+        if known:
+            carried = int(part.calls.bytes.sum())
+            total += carried
+            bus += carried * bus_factor(op, part.calls.size or len(part.calls.ranks))
+    labels = {part.calls.label for part in parts}
+    seconds = transfer / 1e9
+    return CollectiveResult(
+        op=op,
+        group=group,
+        ranks=tuple(sorted({rank for part in parts for rank in part.calls.ranks})),
+        bytes=total if known else None,
+        calls=sum(len(part.transfer) for part in parts),
+        transfer_ns=transfer,
+        wait_ns=sum(int(part.wait.sum()) for part in parts),
+        algbw_bytes_per_s=total / seconds if known and seconds and total else None,
+        busbw_bytes_per_s=bus / seconds if known and seconds and total else None,
+        label=labels.pop() if len(labels) == 1 else None,
+        caused_by=dict(sorted(caused.items(), key=lambda item: (-item[1], item[0]))),
+    )
+
+
+def heat_cells(blames: Sequence[Blame]) -> tuple[HeatCell, ...]:
+    """Wait and transfer by rank and kind of collective, kinds with most wait first."""
+    groups = {(one.calls.operation, one.calls.group) for one in blames if len(one.transfer)}
+    lone = {op for op, _ in groups if sum(other == op for other, _ in groups) == 1}
+    cells: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for one in blames:
+        if not len(one.transfer):
+            continue
+        op, group = one.calls.operation, one.calls.group
+        name = op if op in lone else f"{op} in {group or 'unnamed group'}"
+        for column, rank in enumerate(one.calls.ranks):
+            cell = cells[name, rank]
+            cell[0] += int(one.wait[:, column].sum())
+            cell[1] += int(one.transfer.sum())
+            cell[2] += len(one.transfer)
+    weight: dict[str, int] = defaultdict(int)
+    for (name, _), cell in cells.items():
+        weight[name] += cell[0]
+    ordered = sorted(cells.items(), key=lambda item: (-weight[item[0][0]], item[0]))
+    return tuple(HeatCell(rank, name, *cell) for (name, rank), cell in ordered)

@@ -1,0 +1,181 @@
+"""All ranks together, from their summaries alone: so 8 ranks and 8,000 take the same path."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from trine.record.model import Job, Quality
+
+from .clocks import AGREEING_NS, Clock, clock_offsets
+from .collectives import Blame, blame, collective_results, communications, heat_cells
+from .matching import Calls, match_collectives
+from .results import Analysis, RankResult, RankSummary, Source, Verdict
+from .selection import Selection
+from .steps import job_step_statistics
+from .tables import add_up
+from .utilization import find_hardware, find_mfu
+
+__all__ = ["conclude"]
+
+
+def conclude(
+    job: Job, summaries: Sequence[RankSummary], selection: Selection, *, convention: str | None = None
+) -> Analysis:
+    """Join the summaries of a job's ranks. Findings, checklist and verdict are left to ``diagnose``.
+
+    ``convention`` chooses how MFU counts model FLOPs (``counted``, ``palm``, ``megatron``,
+    ``narayanan``, ``6n``).
+    """
+    summaries = sorted(summaries, key=lambda summary: summary.rank)
+    by_rank = {summary.rank: summary for summary in summaries}
+    calls, alone, matching_notes = match_collectives(summaries)
+    clocks = clock_offsets(list(by_rank), calls)
+    blames = [blame(call, clocks) for call in calls]
+    shares = communications(blames, by_rank)
+    statistics = job_step_statistics([summary.steps for summary in summaries])
+    hardware, hardware_notes = find_hardware(summaries)
+    mfu, mfu_notes = find_mfu(summaries, hardware, statistics, convention)
+    missing = _missing(job, summaries)
+    quality = [
+        *job.quality,
+        *(note for summary in summaries for note in summary.quality),
+        *_about_ranks(job, summaries, missing),
+        *matching_notes,
+        *_about_clocks(clocks, list(by_rank), bool(calls)),
+        *_about_lone_calls(alone, len(summaries)),
+        *hardware_notes,
+        *mfu_notes,
+    ]
+    return Analysis(
+        source=_source(job, summaries, missing, selection),
+        data_quality=tuple(_merged(quality)),
+        hardware=hardware,
+        ranks=tuple(
+            RankResult(
+                summary=summary,
+                communication=shares.get(summary.rank),
+                clock_offset_ns=_offset(clocks, summary.rank, bool(calls)),
+            )
+            for summary in summaries
+        ),
+        collectives=collective_results([*blames, *_unshared(alone, clocks)]),
+        heatmap=heat_cells(blames),
+        step_statistics=statistics,
+        mfu=mfu,
+        kernels=add_up(summary.kernels for summary in summaries),
+        operators=add_up(summary.operators for summary in summaries),
+        checklist=(),
+        not_bound_by=(),
+        findings=(),
+        verdict=Verdict("Not diagnosed.", None, "low", None),
+    )
+
+
+def _source(
+    job: Job, summaries: Sequence[RankSummary], missing: tuple[int, ...], selection: Selection
+) -> Source:
+    steps = {int(index) for s in summaries if s.steps is not None for index in s.steps["index"].tolist()}
+    return Source(
+        path=str(job.path),
+        format=job.format,
+        world_size=job.world_size or max((s.world_size or 0 for s in summaries), default=0) or None,
+        ranks=tuple(summary.rank for summary in summaries),
+        missing_ranks=missing,
+        steps=len(steps),
+        selection=selection.text,
+        metadata=dict(job.metadata),
+    )
+
+
+def _missing(job: Job, summaries: Sequence[RankSummary]) -> tuple[int, ...]:
+    present = {summary.rank for summary in summaries}
+    world = job.world_size or max((s.world_size or 0 for s in summaries), default=0)
+    return tuple(sorted({*range(world), *job.rank_ids} - present))
+
+
+def _offset(clocks: dict[int, Clock], rank: int, matched: bool) -> int | None:
+    return clocks[rank].offset_ns if matched and rank in clocks else None
+
+
+def _unshared(alone: Sequence[Calls], clocks: dict[int, Clock]) -> list[Blame]:
+    return [blame(call, clocks) for call in alone]
+
+
+# --- what must be said -------------------------------------------------------------------------
+
+
+def _about_ranks(job: Job, summaries: Sequence[RankSummary], missing: tuple[int, ...]) -> list[Quality]:
+    if not missing or any(note.id == "missing-ranks" for note in job.quality):
+        return []
+    world = len(missing) + len(summaries)
+    message = (
+        f"{len(missing)} of {world} ranks are missing ({_listed(missing)}): they are left out, "
+        "and what they did to the others cannot be said"
+    )
+    return [Quality("missing-ranks", "warning", message)]
+
+
+def _about_clocks(clocks: dict[int, Clock], ranks: list[int], matched: bool) -> list[Quality]:
+    notes = []
+    apart = {rank: clock for rank, clock in clocks.items() if not clock.agrees}
+    if apart:
+        worst = max(apart, key=lambda rank: abs(apart[rank].offset_ns))
+        message = (
+            f"clocks of ranks {_listed(sorted(apart))} disagree with rank {min(clocks)}'s by more than "
+            f"{AGREEING_NS // 1000} µs (rank {worst}: {apart[worst].offset_ns / 1e6:+.3f} ms); "
+            "starts are compared after correction"
+        )
+        notes.append(Quality("clock-disagreement", "info", message))
+    unlinked = [rank for rank in ranks if rank not in clocks]
+    if matched and unlinked:
+        message = f"no collective links ranks {_listed(unlinked)} to rank {min(ranks)}: their clock offsets are not known"
+        notes.append(Quality("clock-unknown", "info", message))
+    return notes
+
+
+def _about_lone_calls(alone: Sequence[Calls], ranks: int) -> list[Quality]:
+    if not alone:
+        return []
+    if ranks == 1:
+        message = (
+            "one rank alone cannot tell waiting from transferring: transfer is the call's whole length, "
+            "bandwidths are lower bounds, and wait and lateness are not known"
+        )
+    else:
+        groups = sorted({f"{call.operation} in group {call.group or 'unnamed'}" for call in alone})
+        message = (
+            f"of {', '.join(groups[:5])}{' and more' if len(groups) > 5 else ''} one rank alone is here: "
+            "transfer includes its wait"
+        )
+    return [Quality("collectives-alone", "info", message)]
+
+
+def _merged(notes: Sequence[Quality]) -> list[Quality]:
+    """The same note of several ranks said once, with the ranks."""
+    ranks: dict[tuple[str, str, str], list[int | None]] = defaultdict(list)
+    for note in notes:
+        ranks[note.id, note.severity, note.message].append(note.rank)
+    merged = []
+    for note in notes:
+        said_by = ranks.pop((note.id, note.severity, note.message), None)
+        if said_by is None:
+            continue
+        known = sorted({rank for rank in said_by if rank is not None})
+        if len(known) > 1:
+            note = Quality(note.id, note.severity, f"{note.message} (ranks {_listed(known)})")
+        merged.append(note)
+    order = {"error": 0, "warning": 1, "info": 2}
+    return sorted(merged, key=lambda note: order[note.severity])
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """``0-3, 7``: at most eight runs of ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(words[:8]) + (", …" if len(words) > 8 else "")

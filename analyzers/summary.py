@@ -1,0 +1,179 @@
+"""One rank reduced to what the rest of the analysis needs: small, picklable, of any source."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trine.record.model import MISSING, Quality, Rank, Table
+
+from .activity import before_collectives
+from .breakdown import break_down, device_rows, has_device_work, windows_in
+from .memory import summarize_memory
+from .results import NamedTime, RankSummary
+from .selection import Selected, Selection, select
+from .steps import phase_sums, step_statistics
+from .tables import add_up, kernel_times, matmul_times, operator_times
+
+__all__ = ["summarize"]
+
+Array = npt.NDArray[Any]
+
+
+def summarize(rank: Rank, selection: Selection) -> RankSummary:
+    """Every analysis of one rank alone.
+
+    Raises ``UsageError`` when step numbers were given and the rank has none of them.
+    """
+    selected = select(rank, selection)
+    breakdown, missing = break_down(rank, selection)
+    quality = [*rank.quality, *(note for window in rank.windows for note in window.quality)]
+    collectives, activity, examples = _collectives(rank, selected, selection, quality)
+    steps = _steps(rank, selected)
+    parts = [(rank, selected)] if rank.format != "trine" else windows_in(rank, selection)
+    kernels, operators, dtypes = _named_times(parts)
+    bounds = (selected.start_ns, selected.end_ns) if selection.is_range else (None, None)
+    memory = summarize_memory(rank, *bounds)
+    _say_what_is_missing(rank, selection, selected, breakdown is not None, missing, quality)
+    if memory is not None and memory.lower_bound:
+        quality.append(
+            Quality(
+                "memory-lower-bound",
+                "info",
+                "the memory peak is a lower bound: the source has no running totals",
+                rank.rank,
+            )
+        )
+    return RankSummary(
+        rank=rank.rank,
+        source=rank.source,
+        format=rank.format,
+        world_size=rank.world_size,
+        host_name=rank.host_name,
+        devices=rank.devices or next((w.devices for w in rank.windows if w.devices), ()),
+        groups=rank.groups or next((w.groups for w in rank.windows if w.groups), ()),
+        steps=steps,
+        breakdown=breakdown,
+        breakdown_missing=missing,
+        phases_ns=phase_sums(steps),
+        step_statistics=step_statistics(steps),
+        collectives=collectives,
+        activity=activity,
+        activity_example=examples,
+        memory=memory,
+        kernels=kernels,
+        operators=operators,
+        dtypes=dtypes,
+        metadata=dict(rank.metadata),
+        quality=tuple(quality),
+    )
+
+
+def _steps(rank: Rank, selected: Selected) -> Table | None:
+    if rank.steps is None:
+        return None
+    rows = np.isin(rank.steps["index"], np.array(selected.steps, dtype=np.int64))
+    return rank.steps.select(rows).compact()
+
+
+def _collectives(
+    rank: Rank, selected: Selected, selection: Selection, quality: list[Quality]
+) -> tuple[Table | None, tuple[str, ...], tuple[str | None, ...]]:
+    """The selected collectives with what the rank did before each."""
+    table = rank.collectives
+    untimed = table is None or bool((table["end_ns"] == MISSING).all())
+    if untimed and rank.windows:
+        # The always-on table of NCCL has no ends; deep windows have.
+        for window, chosen in windows_in(rank, selection):
+            if window.collectives is not None and len(window.collectives):
+                quality.append(
+                    Quality(
+                        "collectives-from-window",
+                        "info",
+                        "starts and ends of collectives are known in deep windows only; transfer and wait cover those",
+                        rank.rank,
+                    )
+                )
+                return _reduced(window, chosen)
+    return _reduced(rank, selected)
+
+
+def _reduced(rank: Rank, selected: Selected) -> tuple[Table | None, tuple[str, ...], tuple[str | None, ...]]:
+    table = rank.collectives
+    if table is None:
+        return None, (), ()
+    rows = np.flatnonzero(_collectives_in(rank, table, selected))
+    activity, examples = before_collectives(rank, rows)
+    return table.select(rows).compact(), activity, examples
+
+
+def _collectives_in(rank: Rank, table: Table, selected: Selected) -> Array:
+    """Rows of the selection: by the device event where there is one, else by step, else by time."""
+    if selected.everything:
+        return np.ones(len(table), dtype=bool)
+    step = table["step"].copy()
+    if rank.device is not None:
+        on_device = table["device_row"] >= 0
+        step[on_device] = rank.device["step"][table["device_row"][on_device]]
+    unknown = (step == MISSING) & (table["device_row"] < 0)
+    if rank.steps is not None and unknown.any() and len(rank.steps):
+        order = np.argsort(rank.steps["start_ns"], kind="stable")
+        time = np.where(table["issued_ns"] != MISSING, table["issued_ns"], table["start_ns"])[unknown]
+        place = np.searchsorted(rank.steps["start_ns"][order], time, side="right") - 1
+        step[unknown] = np.where(place >= 0, rank.steps["index"][order][np.maximum(place, 0)], MISSING)
+    return selected.holds(step)
+
+
+def _named_times(
+    parts: list[tuple[Rank, Selected]],
+) -> tuple[tuple[NamedTime, ...], tuple[NamedTime, ...], dict[str, int]]:
+    kernels, operators = [], []
+    dtypes: dict[str, int] = defaultdict(int)
+    for rank, selected in parts:
+        if has_device_work(rank):
+            rows = np.flatnonzero(device_rows(rank, selected))
+            kernels.append(kernel_times(rank.device, rows))
+            for dtype, amount in matmul_times(rank.device, rows).items():
+                dtypes[dtype] += amount
+        if rank.host is not None:
+            operators.append(operator_times(rank.host, _host_in(rank.host, selected)))
+    return add_up(kernels), add_up(operators), dict(dtypes)
+
+
+def _host_in(host: Table, selected: Selected) -> Array:
+    if selected.everything or selected.start_ns is None or selected.end_ns is None:
+        return selected.holds(host["step"])
+    return np.asarray((host["start_ns"] >= selected.start_ns) & (host["start_ns"] < selected.end_ns))
+
+
+def _say_what_is_missing(
+    rank: Rank,
+    selection: Selection,
+    selected: Selected,
+    has_breakdown: bool,
+    missing: str | None,
+    quality: list[Quality],
+) -> None:
+    def note(id: str, severity: Any, message: str) -> None:
+        if all(one.id != id for one in quality):
+            quality.append(Quality(id, severity, message, rank.rank))
+
+    if not has_breakdown:
+        note("no-breakdown", "info" if rank.format == "trine" else "warning", f"no breakdown: {missing}")
+    if not selected.steps:
+        note(
+            "no-steps",
+            "warning",
+            "the source marks no steps, so step times and per-step gains cannot be said",
+        )
+    elif selection.text == "complete" and selected.everything and rank.format != "trine":
+        note(
+            "one-step",
+            "info",
+            "the trace marks one step, so it is analysed whole, its last device work included",
+        )
+    if rank.format != "trine" and not has_device_work(rank):
+        note("no-device-events", "info", "no device events: the breakdown is of host operators")
