@@ -1,8 +1,13 @@
-"""What all tests share: the real data, and where it lies."""
+"""What all tests share: the real data and where it lies, and when a skipped test is a failed one.
+
+On a machine without real traces or without Chromium, tests that need them skip with the reason. Where
+``TRINE_REQUIRE_DATA`` or ``TRINE_REQUIRE_BROWSER`` is set, as CI does, such a skip is a failure.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -17,3 +22,37 @@ def data() -> Path:
     if not (folder / "traces").is_dir():
         pytest.skip(f"no real traces: neither $TRINE_TEST_DATA nor {folder} holds a traces folder")
     return folder
+
+
+def must_not_skip(item: pytest.Item) -> str | None:
+    """The variable that forbids this test to skip, None where it may."""
+    if item.get_closest_marker("browser") and os.environ.get("TRINE_REQUIRE_BROWSER"):
+        return "TRINE_REQUIRE_BROWSER"
+    if "data" in getattr(item, "fixturenames", ()) and os.environ.get("TRINE_REQUIRE_DATA"):
+        return "TRINE_REQUIRE_DATA"
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    variable = must_not_skip(item) if report.skipped and not hasattr(report, "wasxfail") else None
+    if variable is not None:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} skipped although ${variable} is set: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    # A whole file that skips (an absent playwright, say) would never reach the hook above.
+    if report.skipped and os.environ.get("TRINE_REQUIRE_BROWSER") and "dashboard" in collector.path.parts:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{collector.nodeid} skipped although $TRINE_REQUIRE_BROWSER is set: {report.longrepr}"
+        )
+    return report

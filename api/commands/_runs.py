@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trine.analyzers.run_facts import RunFacts
 from trine.record.errors import UsageError
+
+if TYPE_CHECKING:
+    from trine.analyzers.run_facts import RunFacts
 
 __all__ = ["add_comparison_options", "load_runs", "progress_wanted", "refuse_repeats", "write_output"]
 

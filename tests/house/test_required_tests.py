@@ -1,0 +1,72 @@
+"""Where CI requires data or a browser, a test that skips for want of them fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TESTS = """
+import pytest
+
+@pytest.mark.browser
+def test_browser():
+    pytest.skip("no chromium here")
+
+def test_data(data):
+    pass
+
+def test_free():
+    pytest.skip("for another reason")
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "closing"),
+    [
+        ((), "3 skipped"),
+        (("TRINE_REQUIRE_BROWSER",), "1 failed, 2 skipped"),
+        (("TRINE_REQUIRE_BROWSER", "TRINE_REQUIRE_DATA"), "1 failed, 1 skipped, 1 error"),
+    ],
+)
+def test_skips_become_failures_where_they_are_forbidden(
+    tmp_path: Path, variables: tuple[str, ...], closing: str
+) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = browser\n")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRINE_")}
+    environment |= {"TRINE_TEST_DATA": str(tmp_path / "absent"), **dict.fromkeys(variables, "1")}
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:dash", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert closing in found.stdout.splitlines()[-1], found.stdout
+    assert found.returncode == (1 if variables else 0)
+
+
+def test_a_file_of_the_dashboard_that_skips_whole_fails_too(tmp_path: Path) -> None:
+    folder = tmp_path / "dashboard"
+    folder.mkdir()
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (folder / "test_whole.py").write_text("import pytest\npytest.importorskip('absent_module_of_trine')\n")
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:dash", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TRINE_REQUIRE_BROWSER": "1"},
+        cwd=tmp_path,
+    )
+    assert found.returncode != 0 and "TRINE_REQUIRE_BROWSER" in found.stdout
