@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,10 @@ def _integer(value: Any) -> int:
     return MISSING
 
 
+def _external(arguments: Arguments) -> int:
+    return _integer(arguments.old_external_id if arguments.external_id is None else arguments.external_id)
+
+
 def _text(value: Any) -> str | None:
     return None if value is None or value == "" else str(value)
 
@@ -217,17 +221,11 @@ def _elements(shapes: str | None, types: str | None) -> tuple[int, str | None, i
 class _Host:
     """Looks up what the host says about a call."""
 
-    def __init__(self, host: Table | None, external: Array, types: Array, metadata: dict[int, _Call]) -> None:
+    def __init__(self, host: Table | None, types: Mapping[int, str], metadata: dict[int, _Call]) -> None:
         self.host = host
         self.types = types
         self.metadata = metadata
-        self.by_external: dict[int, int] = {}
         self._annotations: dict[int, _Call | None] = {}
-        if host is not None and metadata:
-            rows = np.array(sorted(metadata), dtype=np.int64)
-            self.by_external = dict(zip(external[rows].tolist(), rows.tolist(), strict=True))
-            self.by_external.pop(MISSING, None)
-            self.by_external.pop(0, None)
 
     def around(self, row: int) -> Iterable[_Call]:
         """What the spans that enclose a row tell, innermost first."""
@@ -263,7 +261,7 @@ class _Host:
             peer = _PEER.search(name)
             call.peer = int(peer[1] or peer[2]) if peer else MISSING
         shapes = host.strings.text(int(host["shapes"][row]))
-        elements, dtype, width = _elements(shapes, host.strings.text(int(self.types[row])))
+        elements, dtype, width = _elements(shapes, self.types.get(row))
         if dtype is not None:
             call.dtype = dtype
             call.in_bytes = elements * width
@@ -279,25 +277,24 @@ def collectives_table(
     marked: Sequence[tuple[str, int, Arguments]],
     device: Table | None,
     host: Table | None,
-    external: Array,
-    types: Array,
-    device_external: dict[int, int],
+    types: Mapping[int, str],
     strings: Strings,
 ) -> tuple[Table | None, list[tuple[str, str | None, tuple[int, ...]]]]:
     """The collectives of a rank and the groups that their metadata names.
 
     ``marked`` are the communication kernels and ``record_param_comms`` rows with their arguments;
-    ``external`` and ``types`` are per host row, ``device_external`` per marked device row.
+    ``types`` is "Input type" as raw JSON, by host row of an annotation.
     """
     metadata = {row: _from_metadata(arguments) for kind, row, arguments in marked if kind == "host"}
     for row, call in metadata.items():
         call.host_row = row
-    look = _Host(host, external, types, metadata)
+    look = _Host(host, types, metadata)
+    by_external = {_external(arguments): row for kind, row, arguments in marked if kind == "host"}
     groups = [group for call in metadata.values() for group in call.groups]
     calls: list[tuple[_Call, int]] = []
     for kind, row, arguments in marked:
         if kind == "device" and device is not None:
-            call = _device_call(row, arguments, device, look, device_external)
+            call = _device_call(row, arguments, device, look, by_external)
             groups += call.groups
             calls.append((call, row))
     if device is not None:
@@ -314,11 +311,12 @@ def collectives_table(
 
 
 def _device_call(
-    row: int, arguments: Arguments, device: Table, look: _Host, external: dict[int, int]
+    row: int, arguments: Arguments, device: Table, look: _Host, by_external: Mapping[int, int]
 ) -> _Call:
     call = _from_metadata(arguments)
-    linked = look.by_external.get(external.get(row, MISSING))
-    if linked is not None:
+    number = _external(arguments)
+    linked = by_external.get(number)
+    if linked is not None and number > 0:
         _complete(call, look.metadata[linked])
     launch = int(device["launch"][row])
     if launch >= 0 and look.host is not None:

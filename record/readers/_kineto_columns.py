@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -105,6 +106,56 @@ def host_kind_of_name(name: str, kind: int) -> int:
     return kind
 
 
+class _NameCodes(dict[Any, int]):
+    """Name → code in the pool; a name seen for the first time is added."""
+
+    def __init__(self, strings: Strings) -> None:
+        super().__init__({None: -1})
+        self._strings = strings
+
+    def __missing__(self, name: Any) -> int:
+        text = name if isinstance(name, str) else str(name)[:200]
+        code = self[name] = self._strings.code(text)
+        return code
+
+
+class _RawCodes(dict[bytes, int]):
+    """Raw JSON → code of a string's content, or of anything else as it was written."""
+
+    def __init__(self, strings: Strings) -> None:
+        super().__init__({b"": -1, b'""': -1, b"[]": -1, b"null": -1})
+        self._strings = strings
+
+    def __missing__(self, data: bytes) -> int:
+        text = data.decode("utf-8", "replace")
+        if data[:1] == b'"':
+            with contextlib.suppress(*DECODE_ERRORS):  # else kept as it was written
+                text = msgspec.json.decode(data, type=str)
+        code = self[data] = self._strings.code(text)
+        return code
+
+
+class _Threads(dict[tuple[Any, Any], int]):
+    """(process, thread) as written → the thread's number; unlike threads never share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owners: dict[int, tuple[str, str]] = {}
+
+    def __missing__(self, key: tuple[Any, Any]) -> int:
+        owner = (str(key[0]), str(key[1]))
+        try:
+            thread = int(owner[1].rsplit(" ", 1)[-1])
+        except ValueError:
+            thread = -1
+        if abs(thread) >= 2**62:
+            thread = -1
+        while self._owners.setdefault(thread, owner) != owner:
+            thread = -len(self._owners) - 1000  # the same number in another process
+        self[key] = thread
+        return thread
+
+
 class Columns:
     """Takes lists of events, keeps columns. Call :meth:`add` per chunk, then read the fields.
 
@@ -124,10 +175,10 @@ class Columns:
         self.unclosed = 0
         self._device_rows = 0
         self._host_rows = 0
-        self._codes: dict[Any, int] = {None: -1}
-        self._raw_codes: dict[bytes, int] = {b"": -1, b'""': -1, b"[]": -1, b"null": -1}
-        self._threads: dict[tuple[Any, Any], int] = {}
-        self._used_threads: dict[int, tuple[Any, Any]] = {}
+        self.types: dict[int, str] = {}  # host row of an annotation → its "Input type"
+        self._names = _NameCodes(strings)
+        self._texts = _RawCodes(strings)
+        self._threads = _Threads()
         self._open: dict[tuple[Any, Any], list[Event]] = {}
 
     def add(self, events: list[Event]) -> None:
@@ -138,6 +189,7 @@ class Columns:
         host_kinds: list[int] = []
         memory: list[Event] = []
         actions: dict[Any, int | None] = {}
+        strange = 0
         for event in events:
             phase = event.ph
             if phase == "X":
@@ -165,8 +217,8 @@ class Columns:
                     host.append(closed)
                     host_kinds.append(_CATEGORIES.get(str(closed.cat).lower(), _ANNOTATION) % _DEVICE)
             elif phase is None:
-                continue
-            self.events += 1
+                strange += 1
+        self.events += len(events) - strange
         if device:
             self._add_device(device, device_kinds)
         if host:
@@ -204,51 +256,24 @@ class Columns:
         duration[negative] = 0
         return start, start + np.where(known, duration, 0), known
 
-    def _names(self, events: Sequence[Event]) -> Array:
-        codes = self._codes
+    def _codes(self, events: Sequence[Event]) -> Array:
+        names = self._names
         try:
-            return np.array([codes[event.name] for event in events], dtype=np.int32)
-        except (KeyError, TypeError):
-            return np.array([self._name(event.name) for event in events], dtype=np.int32)
+            return np.array([names[event.name] for event in events], dtype=np.int32)
+        except TypeError:  # a list or an object for a name
+            return np.array([names[str(event.name)] for event in events], dtype=np.int32)
 
-    def _name(self, name: Any) -> int:
-        if name is not None and not isinstance(name, str):
-            name = str(name)[:200]
-        code = self._codes.get(name)
-        if code is None:
-            code = self._codes[name] = self.strings.code(name)
-        return code
-
-    def _text(self, raw: msgspec.Raw) -> int:
-        """Code of a raw JSON value: a string's content, anything else as it was written."""
-        data = bytes(raw)
-        code = self._raw_codes.get(data)
-        if code is None:
-            try:
-                value = msgspec.json.decode(data) if data[:1] == b'"' else data.decode("utf-8", "replace")
-            except DECODE_ERRORS:
-                value = data.decode("utf-8", "replace")
-            code = self._raw_codes[data] = self.strings.code(value)
-        return code
-
-    def _thread(self, pid: Any, tid: Any) -> int:
-        key = (str(pid), str(tid))
-        thread = self._threads.get(key)
-        if thread is None:
-            digits = key[1].rsplit(" ", 1)[-1]
-            try:
-                thread = int(digits)
-            except ValueError:
-                thread = -1
-            while self._used_threads.setdefault(thread, key) != key or abs(thread) >= 2**62:
-                thread = -len(self._used_threads) - 1000  # the same number in another process
-            self._threads[key] = thread
-        return thread
+    def _thread_numbers(self, events: Sequence[Event]) -> Array:
+        threads = self._threads
+        try:
+            return np.array([threads[event.pid, event.tid] for event in events], dtype=np.int64)
+        except TypeError:
+            return np.array([threads[str(event.pid), str(event.tid)] for event in events], dtype=np.int64)
 
     def _add_device(self, events: list[Event], kinds: list[int]) -> None:
         start, end, known = self._times(events)
         arguments = [event.args or NO_ARGUMENTS for event in events]
-        names = self._names(events)
+        names = self._codes(events)
         kind = np.array(kinds, dtype=np.uint8)
         rows_before = np.cumsum(known) - known
         for row, (args, code) in enumerate(zip(arguments, names.tolist(), strict=True)):
@@ -276,26 +301,35 @@ class Columns:
     def _add_host(self, events: list[Event], kinds: list[int]) -> None:
         start, end, known = self._times(events)
         arguments = [event.args or NO_ARGUMENTS for event in events]
-        text = self._text
-        rows_before = np.cumsum(known) - known
-        for row, event in enumerate(events):
-            if event.name == "record_param_comms" and known[row]:
-                self.collectives.append(("host", self._host_rows + int(rows_before[row]), arguments[row]))
+        text = self._texts
         columns = {
             "start_ns": start,
             "end_ns": end,
             "kind": np.array(kinds, dtype=np.uint8),
-            "thread": np.array([self._thread(event.pid, event.tid) for event in events], dtype=np.int64),
-            "name": self._names(events),
-            "module": np.array([text(a.hierarchy) for a in arguments], dtype=np.int32),
+            "thread": self._thread_numbers(events),
+            "name": self._codes(events),
+            "module": np.array(
+                [text[bytes(a.hierarchy)] if a.hierarchy else -1 for a in arguments], np.int32
+            ),
             "correlation": whole([a.correlation for a in arguments]),
-            "external": whole([_external(a) for a in arguments]),
-            "shapes": np.array([text(a.dimensions or a.old_dimensions) for a in arguments], dtype=np.int32),
-            "types": np.array([text(a.types) for a in arguments], dtype=np.int32),
-            "stack": np.array([text(a.call_stack) for a in arguments], dtype=np.int32),
+            "shapes": np.array([text[bytes(a.dimensions or a.old_dimensions)] for a in arguments], np.int32),
+            "stack": np.array(
+                [text[bytes(a.call_stack)] if a.call_stack else -1 for a in arguments], np.int32
+            ),
         }
+        self._mark_collectives(columns, arguments, known)
         self.host.append(_kept(columns, known))
         self._host_rows += int(np.count_nonzero(known))
+
+    def _mark_collectives(self, columns: dict[str, Array], arguments: list[Arguments], known: Array) -> None:
+        """Keep what collectives are made of: metadata, and the dtypes of annotations."""
+        rows = self._host_rows + np.cumsum(known) - known
+        metadata = self.strings.find("record_param_comms")
+        for position in np.flatnonzero((columns["name"] == metadata) & known).tolist():
+            self.collectives.append(("host", int(rows[position]), arguments[position]))
+        for position in np.flatnonzero((columns["kind"] == _ANNOTATION) & known).tolist():
+            if arguments[position].types:
+                self.types[int(rows[position])] = bytes(arguments[position].types).decode("utf-8", "replace")
 
     def _add_memory(self, events: list[Event]) -> None:
         start, _, known = self._times(events)

@@ -67,26 +67,41 @@ def _refine(columns: dict[str, Array], strings: Strings) -> None:
 
 def parents(thread: Array, start: Array, end: Array) -> Array:
     """Row of the innermost enclosing span on the same thread, -1 where there is none. All shapes ``(n,)``."""
+    found = np.full(len(start), -1, np.int64)
+    if not len(start):
+        return found
     order = np.lexsort((-end, start, thread))
-    found = [-1] * len(order)
-    stack: list[tuple[int, int]] = []  # (end, row)
-    current = None
-    rows = zip(
-        order.tolist(), thread[order].tolist(), start[order].tolist(), end[order].tolist(), strict=True
-    )
-    for row, where, begins, ends in rows:
-        if where != current:
-            current = where
-            stack = []
-        while stack and stack[-1][0] <= begins and not (stack[-1][0] == begins == ends):
+    origin = start.min()
+    cuts = np.flatnonzero(np.diff(thread[order])) + 1
+    for rows in np.split(order, cuts):
+        # Doubles compare faster than integers, and hold the nanoseconds of a trace exactly (104 days).
+        begins = (start[rows] - origin).astype(np.float64).tolist()
+        ends = (end[rows] - origin).astype(np.float64).tolist()
+        found[rows] = _parents_of_one_thread(rows.tolist(), begins, ends)
+    return found
+
+
+def _parents_of_one_thread(rows: list[int], begins: list[float], ends: list[float]) -> list[int]:
+    """Parents of spans in order of start, longest first."""
+    found = []
+    limits, stack = [float("inf")], [-1]
+    for row, begin, end in zip(rows, begins, ends, strict=True):
+        while limits[-1] <= begin:
+            limits.pop()
             stack.pop()
-        if stack:
-            if stack[-1][0] + _ROUNDING_NS >= ends:
-                found[row] = stack[-1][1]
-            else:  # spans that cross: an enclosing one may lie deeper
-                found[row] = next((other for limit, other in reversed(stack) if limit >= ends), -1)
-        stack.append((ends, row))
-    return np.array(found, dtype=np.int64)
+        if limits[-1] + _ROUNDING_NS >= end:
+            found.append(stack[-1])
+        else:  # spans that cross: an enclosing one may lie deeper
+            found.append(
+                next(
+                    other
+                    for limit, other in zip(reversed(limits), reversed(stack), strict=True)
+                    if limit >= end
+                )
+            )
+        limits.append(end)
+        stack.append(row)
+    return found
 
 
 def device_table(columns: dict[str, Array], base_ns: int, strings: Strings) -> Table:

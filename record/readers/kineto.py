@@ -149,10 +149,8 @@ def _metadata(facts: Any, distributed: dict[str, Any]) -> dict[str, Any]:
 def _fill(result: Rank, columns: Columns, base_ns: int, distributed: dict[str, Any]) -> None:
     """The tables of a rank from its columns, which are emptied."""
     strings = result.strings
-    external = types = np.empty(0, np.int64)
     host_columns = joined(columns.host)
     if host_columns is not None:
-        external, types = host_columns.pop("external"), host_columns.pop("types")
         result.host = host_table(host_columns, base_ns, strings)
         result.steps, repeated = steps_table(result.host)
         if repeated:
@@ -171,11 +169,8 @@ def _fill(result: Rank, columns: Columns, base_ns: int, distributed: dict[str, A
     memory_columns = joined(columns.memory)
     if memory_columns is not None:
         result.memory = memory_table(memory_columns, base_ns, strings)
-    ids = {
-        row: _integer(args.external_id) or 0 for kind, row, args in columns.collectives if kind == "device"
-    }
     result.collectives, seen = collectives_table(
-        columns.collectives, result.device, result.host, external, types, ids, strings
+        columns.collectives, result.device, result.host, columns.types, strings
     )
     result.groups = groups_of(distributed, seen)
 
