@@ -19,6 +19,7 @@ import numpy as np
 
 from trine.analyzers.results import Analysis, Breakdown, RankSummary
 from trine.analyzers.statistics import find_warm_up
+from trine.analyzers.steps import job_steps
 from trine.record.model import MISSING, PHASES, Array, Table
 
 __all__ = ["METRICS", "Part", "RunFacts", "measure_run"]
@@ -83,7 +84,7 @@ class RunFacts:
 def measure_run(analysis: Analysis) -> RunFacts:
     """Reduce an analysis to :class:`RunFacts`. Never raises on what a run lacks: it is in ``missing``."""
     summaries = [rank.summary for rank in analysis.ranks]
-    indexes, durations = _world_steps(summaries)
+    indexes, durations = job_steps([summary.steps for summary in summaries])
     steady = _steady(analysis, indexes, durations)
     metadata = _metadata(analysis)
     configuration = _configuration(metadata)
@@ -107,24 +108,9 @@ def measure_run(analysis: Analysis) -> RunFacts:
     )
 
 
-def _world_steps(summaries: list[RankSummary]) -> tuple[Array, Array]:
-    """Step indexes that every rank with steps recorded, and the longest duration of each (ns)."""
-    tables = [summary.steps for summary in summaries if summary.steps is not None and len(summary.steps)]
-    if not tables:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    index = np.concatenate([table["index"] for table in tables])
-    length = np.concatenate([table["end_ns"] - table["start_ns"] for table in tables])
-    unique, inverse, counts = np.unique(index, return_inverse=True, return_counts=True)
-    longest = np.zeros(len(unique), dtype=np.int64)
-    np.maximum.at(longest, inverse, length)
-    # A rank that died early must not hide its slowness: only steps that all of them took count.
-    everywhere = counts == len(tables)
-    return unique[everywhere], longest[everywhere]
-
-
 def _steady(analysis: Analysis, indexes: Array, durations: Array) -> Array:
-    """Mask of the steps that are neither warm-up nor without length."""
-    mask = durations > 0
+    """Mask of the steps that are not warm-up."""
+    mask = np.ones(len(durations), dtype=bool)
     if analysis.step_statistics is not None:
         mask &= ~np.isin(indexes, np.array(analysis.step_statistics.warm_up, dtype=np.int64))
     else:

@@ -13,7 +13,7 @@ from trine.record.model import MISSING, PHASES, Table
 from .results import StepStatistics
 from .statistics import bootstrap_median, find_outliers, find_warm_up
 
-__all__ = ["job_step_statistics", "phase_sums", "step_statistics"]
+__all__ = ["job_step_statistics", "job_steps", "phase_sums", "step_statistics"]
 
 Array = npt.NDArray[Any]
 
@@ -27,14 +27,19 @@ def step_statistics(steps: Table | None) -> StepStatistics | None:
 
 
 def job_step_statistics(tables: Sequence[Table | None]) -> StepStatistics | None:
-    """Statistics over the slowest path: per step, the longest of the ranks that recorded it.
+    """Statistics over the slowest path, see :func:`job_steps`."""
+    return _statistics(*job_steps(tables))
+
+
+def job_steps(tables: Sequence[Table | None]) -> tuple[Array, Array]:
+    """Step numbers, ascending, and per step the longest duration of the ranks that recorded it, in ns.
 
     Only steps that every rank with steps recorded count, so that a rank that stopped early does not
     make the others' later steps look faster; without such a step, all count.
     """
     ranks = [_durations(table) for table in tables if table is not None and len(table)]
     if not ranks:
-        return None
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     common = ranks[0][0]
     for index, _ in ranks[1:]:
         common = np.intersect1d(common, index)
@@ -44,7 +49,7 @@ def job_step_statistics(tables: Sequence[Table | None]) -> StepStatistics | None
         place = np.searchsorted(numbers, index)
         held = (place < len(numbers)) & (numbers[np.minimum(place, len(numbers) - 1)] == index)
         np.maximum.at(longest, place[held], duration[held])
-    return _statistics(numbers, longest)
+    return numbers, longest
 
 
 def phase_sums(steps: Table | None) -> dict[str, int] | None:
