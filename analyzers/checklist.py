@@ -78,8 +78,9 @@ def _zero(facts: Facts) -> CheckItem:
             "Record with trine.profile(model=…).",
         )
     sharded = zero(facts)
+    state: State
     if sharded is None:
-        state: State = "unknown" if kind == "ddp" and not facts.configuration.get("zero") else "pass"
+        state = "unknown" if kind == "ddp" and not facts.configuration.get("zero") else "pass"
         evidence = (
             f"data parallel by {kind}" if state == "pass" else "DDP; the optimizer's bytes were not recorded"
         )
@@ -96,9 +97,11 @@ def _zero(facts: Facts) -> CheckItem:
             f"replicated, but sharding would free only {size(freed)} ({share} of memory)",
             "Nothing to do at this size.",
         )
-    return CheckItem(
-        id, title, "fail", f"each rank keeps {size(freed)} that others keep too", f"Set zero.stage = {stage}."
-    )
+    state = "unknown" if fill is None else "fail"
+    evidence = f"each rank keeps {size(freed)} that others keep too"
+    if fill is None:
+        evidence += "; how much of its memory that is is not known"
+    return CheckItem(id, title, state, evidence, f"Where memory is short, set zero.stage = {stage}.")
 
 
 def _layout(facts: Facts) -> CheckItem:

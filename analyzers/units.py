@@ -35,7 +35,9 @@ def rate(bytes_per_s: float) -> str:
 def percent(share: float) -> str:
     """A share of one as a percentage: two digits where it is small, none behind the point above ten."""
     value = share * 100
-    if value != 0 and abs(value) < 0.05:
+    if value == 0:
+        return "0 %"
+    if abs(value) < 0.05:
         return "<0.1 %" if value > 0 else ">-0.1 %"
     return f"{value:.0f} %" if abs(value) >= 9.95 else f"{value:.1f} %"
 

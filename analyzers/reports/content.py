@@ -1,0 +1,220 @@
+"""What a report says, in order: an analysis composed into a :class:`Document`.
+
+Nothing is analysed here. Shares beside a number are that number over its row's total, for display.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from trine.analyzers.results import Analysis, Finding, RankResult
+from trine.analyzers.units import count, duration, percent, rank_list, size
+from trine.analyzers.verdict import value_text
+
+from . import _sections
+from .document import Document, FindingCard, Items, Paragraph, Section, clean
+from .wording import words
+
+__all__ = ["compose"]
+
+
+def compose(
+    analysis: Analysis, *, language: str = "en", most_ranks: int = 64, most_rows: int = 20
+) -> Document:
+    """The report of ``analysis``. At most ``most_ranks`` ranks and ``most_rows`` rows a table are taken; what
+    is left out is said under the table. Raises ``UsageError`` for a language that does not exist."""
+    text = words(language)
+    shown, hidden = _pick_ranks(analysis.ranks, most_ranks)
+    limits = _sections.Limits(shown, hidden, most_rows)
+    sections = (
+        _findings(analysis, text),
+        _sections.where(analysis, text, limits),
+        _not_bound(analysis, text),
+        _sections.step_times(analysis, text, limits),
+        _sections.communication(analysis, text, limits),
+        _sections.memory(analysis, text, limits),
+        _sections.work(analysis, text, limits),
+        _sections.utilisation(analysis, text),
+        _checklist(analysis, text),
+        _quality(analysis, text, most_rows * 2),
+    )
+    verdict = analysis.verdict
+    return Document(
+        title=text["title"],
+        subtitle=_subtitle(analysis, text),
+        verdict=clean(verdict.sentence),
+        confidence=text["confidence"].format(level=text[verdict.confidence]),
+        bound=_bound(analysis),
+        triangle=verdict.triangle,
+        hull=verdict.hull,
+        sides=_sides(verdict.triangle, text),
+        sections=tuple(section for section in sections if section is not None),
+        facts=_facts(analysis, text),
+    )
+
+
+def _pick_ranks(ranks: Sequence[RankResult], most: int) -> tuple[tuple[RankResult, ...], int]:
+    """At most ``most`` ranks: those that cause and those that wait most, in order of rank."""
+
+    def weight(rank: RankResult) -> int:
+        part = rank.communication
+        return max(part.caused_wait_ns, part.wait_ns) if part is not None else 0
+
+    if len(ranks) <= most:
+        return tuple(ranks), 0
+    picked = sorted(ranks, key=weight, reverse=True)[:most]
+    return tuple(sorted(picked, key=lambda rank: rank.rank)), len(ranks) - most
+
+
+def _bound(analysis: Analysis) -> Literal["fault", "healthy", "unknown"]:
+    if any(finding.kind == "fault" for finding in analysis.findings):
+        return "fault"
+    return "healthy" if analysis.not_bound_by else "unknown"
+
+
+def _sides(point: tuple[float, float, float] | None, text: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    if point is None:
+        return ()
+    names = ("computation", "communication", "memory")
+    return tuple((name, f"{text[name]} {percent(share)}") for name, share in zip(names, point, strict=True))
+
+
+def _subtitle(analysis: Analysis, text: Mapping[str, str]) -> str:
+    source = analysis.source
+    ranks, steps = len(source.ranks), source.steps
+    parts = [f"{ranks} {text['rank'] if ranks == 1 else text['ranks']}"]
+    parts.append(f"{steps} {text['step'] if steps == 1 else text['steps']}" if steps else text["no_steps"])
+    if analysis.hardware.name:
+        parts.append(clean(analysis.hardware.name))
+    if analysis.step_statistics is not None:
+        parts.append(f"{duration(analysis.step_statistics.median_ns)} a {text['step']}")
+    return " · ".join(parts)
+
+
+def _facts(analysis: Analysis, text: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    source = analysis.source
+    facts = [(text["source"], clean(source.path)), (text["format"], clean(source.format))]
+    facts.append((text["selection"], clean(source.selection)))
+    if analysis.hardware.name:
+        facts.append((text["device"], clean(analysis.hardware.name)))
+    if source.missing_ranks:
+        facts.append((text["missing"], rank_list(source.missing_ranks)))
+    return tuple(facts)
+
+
+# --- findings ------------------------------------------------------------------------------------
+
+
+def _findings(analysis: Analysis, text: Mapping[str, str]) -> Section:
+    cards = tuple(_card(number, finding, text) for number, finding in enumerate(analysis.findings, 1))
+    nothing = text["no_findings"] if analysis.not_bound_by else text["no_not_bound"]
+    return Section("findings", text["findings"], cards or (Paragraph(nothing),))
+
+
+def _card(number: int, finding: Finding, text: Mapping[str, str]) -> FindingCard:
+    recommendation = finding.recommendation
+    change = recommendation.change if recommendation is not None else {}
+    predicted = recommendation.predicted if recommendation is not None else None
+    return FindingCard(
+        number=number,
+        kind=finding.kind,
+        kind_words=text[finding.kind],
+        id=clean(finding.id),
+        severity=percent(finding.severity),
+        title=clean(finding.title),
+        change=tuple((clean(key), clean(value_text(value))) for key, value in change.items()),
+        why=clean(recommendation.why) if recommendation is not None else "",
+        numerics=clean(recommendation.numerics) if recommendation is not None else "",
+        gain=_gain_words(finding, text),
+        formula=text["formula"].format(formula=clean(predicted.formula)) if predicted is not None else "",
+        evidence=tuple((clean(key), _evidence_words(key, value)) for key, value in finding.evidence.items()),
+    )
+
+
+def _gain_words(finding: Finding, text: Mapping[str, str]) -> str:
+    predicted = finding.recommendation.predicted if finding.recommendation is not None else None
+    if predicted is None:
+        return text["no_gain"]
+    said = []
+    if predicted.peak_bytes_change:
+        said.append(text["frees"].format(bytes=size(-predicted.peak_bytes_change)))
+    gain, after = predicted.gain_ns, predicted.step_time_ns
+    if gain is not None:
+        unit = text["unit_window" if "window_time_ns" in predicted.inputs else "unit_step"]
+        if gain.mid < 0:
+            values = {"mid": duration(-gain.mid), "low": duration(-gain.high), "high": duration(-gain.low)}
+            said.append(text["cost_words"].format(unit=unit, **values))
+        elif after is not None:
+            values = {"mid": duration(gain.mid), "low": duration(gain.low), "high": duration(gain.high)}
+            before = duration(after.mid + gain.mid)
+            words_of_gain = text["gain_words"]
+            said.append(words_of_gain.format(unit=unit, before=before, after=duration(after.mid), **values))
+    return "; ".join(said) or text["no_gain"]
+
+
+def _evidence_words(key: str, value: Any) -> str:
+    """A value by the unit that ends its name."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        if key.endswith("_ns"):
+            return duration(value)
+        if key.endswith("bytes"):
+            return size(value)
+        if "share" in key:
+            return percent(value)
+        return count(value) if abs(value) >= 10_000 else f"{value:g}"
+    if isinstance(value, Mapping):
+        return "; ".join(
+            f"{clean(k)} {_evidence_words(key if key.endswith('bytes') else str(k), v)}"
+            for k, v in value.items()
+        )
+    if isinstance(value, (list, tuple)):
+        return " | ".join(_evidence_words(key, item) for item in value)
+    return clean(value) if isinstance(value, str) else clean(json.dumps(value, default=str))
+
+
+# --- the rest ------------------------------------------------------------------------------------
+
+
+def _not_bound(analysis: Analysis, text: Mapping[str, str]) -> Section | None:
+    if not analysis.not_bound_by:
+        return None
+    items = tuple(("✓", clean(item.statement), "") for item in analysis.not_bound_by)
+    return Section("not-bound", text["not_bound"], (Items(items),))
+
+
+def _checklist(analysis: Analysis, text: Mapping[str, str]) -> Section | None:
+    if not analysis.checklist:
+        return None
+    marks = {"pass": "✓", "fail": "✗", "unknown": "?"}
+    items = tuple(
+        (marks[item.state], f"{clean(item.title)}: {clean(item.evidence)}", clean(item.next))
+        for item in analysis.checklist
+    )
+    return Section("checklist", text["checklist"], (Items(items),))
+
+
+def _quality(analysis: Analysis, text: Mapping[str, str], most: int) -> Section:
+    if not analysis.data_quality:
+        return Section("quality", text["quality"], (Paragraph(text["no_quality"]),))
+    order = {"error": 0, "warning": 1, "info": 2}
+    # The same note of many ranks is one line with its ranks.
+    notes: dict[tuple[str, str, str], list[int]] = {}
+    for note in analysis.data_quality:
+        ranks = notes.setdefault((note.severity, note.id, note.message), [])
+        if note.rank is not None:
+            ranks.append(note.rank)
+    ordered = sorted(notes.items(), key=lambda pair: order[pair[0][0]])
+    items = []
+    for (severity, id, message), ranks in ordered[:most]:
+        where = f" ({rank_list(sorted(set(ranks)))})" if ranks else ""
+        items.append((text[severity], f"{clean(message)}{where}", clean(id)))
+    blocks: tuple[Any, ...] = (Items(tuple(items)),)
+    if len(ordered) > most:
+        blocks += (Paragraph(text["more_rows"].format(left=len(ordered) - most)),)
+    return Section("quality", text["quality"], blocks)

@@ -1,0 +1,164 @@
+"""A report before it has a form: blocks that text, Markdown and HTML each draw in their own way.
+
+    Analysis ──content.compose──► Document ──► text.render | markdown.render | html.render
+
+Every string here is plain text, already cleaned of control characters; each renderer escapes for its
+own language. Numbers that are drawn stay numbers beside the words that print them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "Bars",
+    "Block",
+    "Column",
+    "Document",
+    "FindingCard",
+    "Heat",
+    "Items",
+    "Paragraph",
+    "Section",
+    "Series",
+    "Table",
+    "clean",
+    "shorten",
+]
+
+Point = tuple[float, float, float]
+
+#: Control characters (ANSI sequences first, whole), and the marks that reorder or hide text.
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
+
+
+def clean(text: object) -> str:
+    """Text from a trace as one printable line: no control, ANSI or direction characters."""
+    return " ".join(_CONTROL.sub(" ", _ANSI.sub("", str(text))).split())
+
+
+def shorten(text: str, most: int) -> str:
+    """At most ``most`` characters; the middle goes, since kernel names differ at both ends."""
+    if len(text) <= most:
+        return text
+    head = (most - 1) * 2 // 3
+    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``flexible`` columns may be shortened where room is short."""
+
+    title: str
+    align: Literal["left", "right"] = "left"
+    flexible: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells; ``note`` says what was left out."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    title: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """A stacked bar a row: ``rows`` are (label, value by part key), ``legend`` is part key → label.
+    ``side`` is part key → colour role (computation, communication, memory, idle, fault)."""
+
+    title: str
+    legend: Mapping[str, str]
+    side: Mapping[str, str]
+    rows: tuple[tuple[str, Mapping[str, float]], ...]
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Lines over a common axis: ``lines`` are (label, ((x, y), …)); ``words`` prints a value of y."""
+
+    title: str
+    side: str
+    unit: Literal["duration", "size"]
+    axis: str
+    lines: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """``values[row][column]`` in ns; None where there is none."""
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    side: str
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """Plain words."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list; each item is (mark, text, further text)."""
+
+    items: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FindingCard:
+    """A finding as users read it: severity, number, fix, side effect, gain, and how it was predicted."""
+
+    number: int
+    kind: Literal["fault", "opportunity"]
+    kind_words: str
+    id: str
+    severity: str
+    title: str
+    change: tuple[tuple[str, str], ...]  # key, value as TOML
+    why: str
+    numerics: str
+    gain: str
+    formula: str
+    evidence: tuple[tuple[str, str], ...]
+
+
+Block = Table | Bars | Series | Heat | Paragraph | Items | FindingCard
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the report with a heading; ``id`` is its anchor."""
+
+    id: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """The whole report. ``facts`` are the head's (label, value) pairs."""
+
+    title: str
+    subtitle: str
+    verdict: str
+    confidence: str
+    bound: Literal["fault", "healthy", "unknown"]
+    triangle: Point | None
+    hull: tuple[Point, ...]
+    sides: tuple[tuple[str, str], ...]  # side → "computation 88 %"
+    sections: tuple[Section, ...]
+    facts: tuple[tuple[str, str], ...] = field(default=())

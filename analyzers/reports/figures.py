@@ -1,0 +1,181 @@
+"""Figures as inline SVG, drawn by hand: no script, no font, nothing to fetch, a few kilobytes each.
+
+Colours are classes (``side-computation``, ...), so the page's theme decides them. Every text is
+escaped here. Each figure carries its numbers as tooltips; its table stands under it in the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from trine.analyzers.units import duration, size
+
+from .document import Bars, Heat, Series
+
+__all__ = ["bars", "glyph", "heat", "series"]
+
+Point = tuple[float, float, float]
+
+#: Drawing width in user units; the page scales it.
+WIDTH = 960
+LABEL = 90
+#: Shades of one side's colour, for parts that share it (forward, backward).
+SHADES = (1.0, 0.62, 0.38)
+
+
+def _svg(width: float, height: float, body: str, title: str, kind: str) -> str:
+    return (
+        f'<svg class="{kind}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">'
+        f"<title>{escape(title)}</title>{body}</svg>"
+    )
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    css = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{css}>{escape(text)}</text>'
+
+
+def _shade(keys: Sequence[str], side: dict[str, str], key: str) -> float:
+    """Parts of one side get lighter in order."""
+    same = [other for other in keys if side[other] == side[key]]
+    return SHADES[min(same.index(key), len(SHADES) - 1)]
+
+
+def bars(figure: Bars) -> str:
+    """Stacked horizontal bars on one scale, with a legend."""
+    keys, side = list(figure.legend), dict(figure.side)
+    longest = max((sum(values.values()) for _, values in figure.rows), default=0.0) or 1.0
+    row_height = 22 if len(figure.rows) <= 24 else 12
+    room = WIDTH - LABEL
+    body = [_legend(figure)]
+    for number, (label, values) in enumerate(figure.rows):
+        y, x = 30 + number * row_height, float(LABEL)
+        body.append(_text(LABEL - 8, y + row_height * 0.68, label, "label", "end"))
+        for key in keys:
+            width = max(values.get(key, 0.0), 0.0) / longest * room
+            if width <= 0:
+                continue
+            tip = f"{label}: {figure.legend[key]} {duration(values[key])}"
+            body.append(
+                f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{row_height - 4}" class="side-{side[key]}" '
+                f'fill-opacity="{_shade(keys, side, key):g}"><title>{escape(tip)}</title></rect>'
+            )
+            x += width
+    return _svg(WIDTH, 34 + len(figure.rows) * row_height, "".join(body), figure.title, "bars")
+
+
+def _legend(figure: Bars) -> str:
+    keys, side, x, parts = list(figure.legend), dict(figure.side), float(LABEL), []
+    for key in keys:
+        parts.append(
+            f'<rect x="{x:.1f}" y="6" width="12" height="12" class="side-{side[key]}" '
+            f'fill-opacity="{_shade(keys, side, key):g}"/>'
+        )
+        parts.append(_text(x + 17, 16, figure.legend[key], "label"))
+        x += 34 + 7.2 * len(figure.legend[key])
+    return "".join(parts)
+
+
+def series(figure: Series) -> str:
+    """Lines from zero, so that heights compare; a grid of three, the axis in words."""
+    words = duration if figure.unit == "duration" else size
+    height, left, bottom, top = 220, 90, 190, 16
+    points = [point for _, line in figure.lines for point in line]
+    low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
+    high_y = max((y for _, y in points), default=0.0) or 1.0
+    across = (WIDTH - left - 10) / ((high_x - low_x) or 1.0)
+    down = (bottom - top) / (high_y * 1.05)
+    body = []
+    for part in (0.0, 0.5, 1.0):
+        y = bottom - high_y * part * down
+        body.append(f'<line x1="{left}" x2="{WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        body.append(_text(left - 8, y + 4, words(high_y * part), "label", "end"))
+    for number, (label, line) in enumerate(figure.lines):
+        path = " ".join(f"{left + (x - low_x) * across:.1f},{bottom - y * down:.1f}" for x, y in line)
+        opacity = max(1.0 - 0.07 * number, 0.25)
+        body.append(
+            f'<polyline points="{path}" class="line-{figure.side}" stroke-opacity="{opacity:.2f}">'
+            f"<title>{escape(label)}</title></polyline>"
+        )
+    body.append(_text(left, height - 10, f"{figure.axis} {low_x:g}", "label"))
+    body.append(_text(WIDTH - 10, height - 10, f"{high_x:.4g}", "label", "end"))
+    return _svg(WIDTH, height, "".join(body), figure.title, "series")
+
+
+def heat(figure: Heat) -> str:
+    """A cell a rank and collective; its opacity is its wait over the largest."""
+    largest = max((value for row in figure.values for value in row if value is not None), default=0.0) or 1.0
+    row_height = 20 if len(figure.rows) <= 32 else 9
+    width = (WIDTH - LABEL) / max(len(figure.columns), 1)
+    body = []
+    for number, name in enumerate(figure.columns):
+        most = max(int(width / 7), 3)
+        shown = name if len(name) <= most else name[: most - 1] + "…"
+        body.append(
+            f"<g>{_text(LABEL + (number + 0.5) * width, 16, shown, 'label', 'middle')}<title>{escape(name)}</title></g>"
+        )
+    for number, (label, row) in enumerate(zip(figure.rows, figure.values, strict=True)):
+        y = 24 + number * row_height
+        if row_height >= 20 or number % 4 == 0:
+            body.append(_text(LABEL - 8, y + row_height * 0.7, label, "label", "end"))
+        for place, value in enumerate(row):
+            tip = f"{label}, {figure.columns[place]}: {'–' if value is None else duration(value)}"
+            opacity = 0.0 if value is None else 0.04 + 0.96 * value / largest
+            body.append(
+                f'<rect x="{LABEL + place * width:.1f}" y="{y}" width="{max(width - 2, 1):.1f}" height="{row_height - 2}" '
+                f'class="side-{figure.side} cell" fill-opacity="{opacity:.3f}"><title>{escape(tip)}</title></rect>'
+            )
+    return _svg(WIDTH, 28 + len(figure.rows) * row_height, "".join(body), figure.title, "heat")
+
+
+def glyph(point: Point | None, hull: Sequence[Point], labels: Sequence[str], extent: int = 170) -> str:
+    """The triangle: a dot for the job, one small dot a rank and their hull. Corners are computation
+    (top), communication (left), memory (right)."""
+    margin, corners = 14.0, []
+    side = extent - 2 * margin
+    tall = side * 3**0.5 / 2
+    corners = [(extent / 2, margin), (margin, margin + tall), (extent - margin, margin + tall)]
+
+    def place(share: Point) -> tuple[float, float]:
+        x = sum(part * corner[0] for part, corner in zip(share, corners, strict=True))
+        y = sum(part * corner[1] for part, corner in zip(share, corners, strict=True))
+        return x, y
+
+    top, left, right = corners
+    body = [
+        f'<polygon points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in corners)}" class="ground"/>',
+        f'<circle cx="{top[0]:.1f}" cy="{top[1]:.1f}" r="6" class="side-computation"/>',
+        f'<circle cx="{left[0]:.1f}" cy="{left[1]:.1f}" r="6" class="side-communication"/>',
+        f'<circle cx="{right[0]:.1f}" cy="{right[1]:.1f}" r="6" class="side-memory"/>',
+    ]
+    outline = _hull([place(share) for share in hull])
+    if len(outline) > 2:
+        body.append(f'<polygon points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in outline)}" class="hull"/>')
+    elif len(outline) == 2:
+        (x1, y1), (x2, y2) = outline
+        body.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="hull"/>')
+    if point is not None:
+        x, y = place(point)
+        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" class="dot"/>')
+    return _svg(extent, margin * 2 + tall, "".join(body), ", ".join(labels) or "–", "glyph")
+
+
+def _hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Convex hull by Andrew's monotone chain (1979)."""
+    ordered = sorted({(round(x, 2), round(y, 2)) for x, y in points})
+    if len(ordered) <= 2:
+        return ordered
+
+    def half(walk: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        chain: list[tuple[float, float]] = []
+        for x, y in walk:
+            while len(chain) >= 2:
+                (x1, y1), (x2, y2) = chain[-2:]
+                if (x2 - x1) * (y - y1) - (y2 - y1) * (x - x1) > 0:
+                    break
+                chain.pop()
+            chain.append((x, y))
+        return chain[:-1]
+
+    return half(ordered) + half(ordered[::-1])

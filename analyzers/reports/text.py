@@ -1,0 +1,241 @@
+"""The report for a terminal: at most 100 columns, its answer in the first ten lines, colours optional.
+
+Colours repeat what marks and words already say: parts of a bar have characters of their own, so the
+report reads the same when it is piped.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from trine.analyzers.results import Analysis
+from trine.analyzers.units import duration, size
+
+from .content import compose
+from .document import (
+    Bars,
+    Block,
+    Column,
+    Document,
+    FindingCard,
+    Heat,
+    Items,
+    Paragraph,
+    Section,
+    Series,
+    Table,
+    shorten,
+)
+from .wording import words
+
+__all__ = ["WIDTH", "render"]
+
+WIDTH = 100
+#: Ranks and rows a terminal shows; the other forms show more.
+MOST_RANKS = 16
+MOST_ROWS = 10
+
+#: The look's colours; of each pair the one that reads on black and on white.
+COLOURS = {
+    "computation": "#56B4E9",
+    "communication": "#E69F00",
+    "memory": "#009E73",
+    "idle": "#9AA0A6",
+    "fault": "#D55E00",
+}
+#: Parts of a bar in order; each has its own texture, so colour is not needed.
+TEXTURES = ("█", "▓", "▒", "░", "■", "▪", "·")
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def render(analysis: Analysis, *, colour: bool = False, width: int = WIDTH, language: str = "en") -> str:
+    """The report as text, lines of at most ``width`` columns (60 to 100); ``colour`` adds ANSI colours."""
+    width = max(60, min(width, WIDTH))
+    document = compose(analysis, language=language, most_ranks=MOST_RANKS, most_rows=MOST_ROWS)
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=width,
+        force_terminal=colour,
+        color_system="truecolor" if colour else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+    _Writer(console, width, words(language)).document(document)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+class _Writer:
+    """Prints blocks; keeps nothing but where to print."""
+
+    def __init__(self, console: Console, width: int, text: Mapping[str, str]) -> None:
+        self.console, self.width, self.text = console, width, text
+
+    def line(self, *parts: str | tuple[str, str]) -> None:
+        self.console.print(Text.assemble(*parts), no_wrap=True, crop=True, overflow="ellipsis")
+
+    def wrapped(self, text: str, indent: int = 0, style: str = "", first: str = "") -> None:
+        """Words in lines; ``first`` stands before the first line, within the indent."""
+        for number, line in enumerate(_wrap(text, self.width - indent)):
+            lead = first.ljust(indent) if number == 0 else " " * indent
+            self.line((lead, "dim" if first and number == 0 else ""), (line, style))
+
+    def document(self, document: Document) -> None:
+        style = {"fault": COLOURS["fault"], "healthy": COLOURS["memory"], "unknown": "dim"}[document.bound]
+        self.line((f"▲ {document.subtitle}", "dim"))
+        self.wrapped(document.verdict, style=f"bold {style}" if document.bound != "unknown" else "bold")
+        parts: list[str | tuple[str, str]] = []
+        for side, words_of_side in document.sides:
+            parts += [("● ", COLOURS[side]), words_of_side + "  "]
+        self.line(*parts, (document.confidence, "dim"))
+        for section in document.sections:
+            self.section(section)
+        self.line()
+        for label, value in document.facts:
+            self.wrapped(value, 14, first=label)
+
+    def section(self, section: Section) -> None:
+        self.line()
+        # What to do follows the verdict at once: no heading stands between them.
+        if section.id != "findings":
+            self.line((section.title, "bold"), " ", ("─" * (self.width - cell_len(section.title) - 1), "dim"))
+        for number, block in enumerate(section.blocks):
+            if number and not isinstance(block, Paragraph):
+                self.line()
+            self.block(block)
+
+    def block(self, block: Block) -> None:
+        if isinstance(block, FindingCard):
+            self.finding(block)
+        elif isinstance(block, Paragraph):
+            self.wrapped(block.text)
+        elif isinstance(block, Items):
+            for mark, text, further in block.items:
+                indent = cell_len(mark) + 1
+                style = COLOURS["fault"] if mark == "✗" else COLOURS["memory"] if mark == "✓" else ""
+                self.wrapped(text, indent, first=mark, style=style if mark == "✗" else "")
+                if further:
+                    self.wrapped(further, indent, "dim")
+        elif isinstance(block, Bars):
+            self.bars(block)
+            self.table(block.table)
+        elif isinstance(block, Series):
+            self.series(block)
+            self.table(block.table)
+        elif isinstance(block, Heat):
+            self.heat(block)
+        else:
+            self.table(block)
+
+    def finding(self, card: FindingCard) -> None:
+        fault = card.kind == "fault"
+        lead = f"{card.kind_words.upper() if fault else card.kind_words} {card.severity}"
+        self.line((lead, f"bold {COLOURS['fault' if fault else 'computation']}"), f"  {card.id}")
+        self.wrapped(card.title, 2, "bold")
+        change = ", ".join(f"{key} = {value}" for key, value in card.change) or self.text["by_hand"]
+        self.wrapped(f"{change}  ({card.why})" if card.why else change, 9, first="  " + self.text["set"])
+        self.wrapped(card.gain, 9, first="  " + self.text["gain"])
+        if card.numerics:
+            self.wrapped(self.text["numerics"].format(text=card.numerics), 9, "dim")
+
+    def bars(self, bars: Bars) -> None:
+        self.line((bars.title, "underline"))
+        keys = list(bars.legend)
+        textures = dict(zip(keys, TEXTURES, strict=False))
+        legend: list[str | tuple[str, str]] = []
+        for key in keys:
+            legend += [(f"{textures[key]} ", COLOURS[bars.side[key]]), bars.legend[key] + "  "]
+        self.line(*legend)
+        room = self.width - 12
+        # One scale for all rows: a shorter bar is a shorter time.
+        longest = max((sum(values.values()) for _, values in bars.rows), default=0) or 1
+        for label, values in bars.rows:
+            parts: list[str | tuple[str, str]] = [shorten(label, 11).ljust(12)]
+            for key, cells in zip(keys, _cells([values[key] for key in keys], room, longest), strict=True):
+                parts.append((textures[key] * cells, COLOURS[bars.side[key]]))
+            self.line(*parts)
+
+    def series(self, series: Series) -> None:
+        self.line((series.title, "underline"))
+        word = duration if series.unit == "duration" else size
+        for label, points in series.lines[:8]:
+            values = _sampled([y for _, y in points], self.width - 42)
+            low, high = min(values), max(values)
+            spark = "".join(_LEVELS[_level(value, low, high)] for value in values)
+            ends = f"  {word(low)} – {word(high)}"
+            self.line(shorten(label, 11).ljust(12), (spark, COLOURS[series.side]), (ends, "dim"))
+
+    def heat(self, heat: Heat) -> None:
+        self.table(
+            Table(heat.table.columns[:5], tuple(r[:5] for r in heat.table.rows), heat.title, heat.table.note)
+        )
+
+    def table(self, table: Table) -> None:
+        if not table.rows:
+            return
+        if table.title:
+            self.line((table.title, "underline"))
+        columns, rows = table.columns, [list(row) for row in table.rows]
+        widths = _widths(columns, rows, self.width)
+        self.line((_row([column.title for column in columns], columns, widths), "dim"))
+        for row in rows:
+            self.line(_row(row, columns, widths))
+        if table.note:
+            self.wrapped(table.note, style="dim")
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    lines = Text(text).wrap(Console(width=width, file=io.StringIO()), width)
+    return [line.plain.rstrip() for line in lines] or [""]
+
+
+def _row(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
+    padded = []
+    for cell, column, width in zip(cells, columns, widths, strict=True):
+        text = shorten(cell, width)
+        space = " " * max(width - cell_len(text), 0)
+        padded.append(space + text if column.align == "right" else text + space)
+    return "  ".join(padded)
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Natural widths; where the row is too long, flexible columns give way first, then the widest."""
+    widths = [
+        max(cell_len(column.title), *(cell_len(row[number]) for row in rows))
+        for number, column in enumerate(columns)
+    ]
+    while sum(widths) + 2 * (len(widths) - 1) > width:
+        flexible = [n for n, column in enumerate(columns) if column.flexible and widths[n] > 12]
+        widest = max(flexible or range(len(widths)), key=lambda n: widths[n])
+        widths[widest] -= 1
+    return widths
+
+
+def _cells(values: Sequence[float], room: int, longest: float) -> list[int]:
+    """Whole cells for each part; rounding is carried on, so the bar's length is right."""
+    cells, carried, drawn = [], 0.0, 0
+    for value in values:
+        carried += max(value, 0.0) / longest * room
+        cells.append(max(round(carried) - drawn, 0))
+        drawn += cells[-1]
+    return cells
+
+
+def _sampled(values: Sequence[float], most: int) -> list[float]:
+    """At most ``most`` values, each the highest of its stretch."""
+    if len(values) <= most:
+        return list(values)
+    edges = [round(n * len(values) / most) for n in range(most + 1)]
+    return [max(values[start:end]) for start, end in itertools.pairwise(edges)]
+
+
+def _level(value: float, low: float, high: float) -> int:
+    return round((value - low) / (high - low) * (len(_LEVELS) - 1)) if high > low else 3
