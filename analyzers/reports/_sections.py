@@ -114,7 +114,7 @@ def _phases(text: Words, limits: Limits) -> Bars | None:
         return None
     names = [name for name in found[0][1] if any(phases.get(name) for _, phases in found)]
     sides = {"forward": "computation", "backward": "computation", "optimizer": "memory", "copy": "memory"}
-    sides |= {"exposed_communication": "communication", "data": "fault", "other": "idle"}
+    sides |= {"exposed_communication": "communication", "data": "idle", "other": "idle"}
     rows = tuple(
         (f"{text['rank']} {rank}", {name: phases.get(name, 0) for name in names}) for rank, phases in found
     )
@@ -251,7 +251,7 @@ def _blame(text: Words, limits: Limits) -> Bars | None:
     return Bars(
         text["blame_title"],
         {"transfer": text["transfer"], "wait": text["waits"]},
-        {"transfer": "communication", "wait": "fault"},
+        {"transfer": "communication", "wait": "communication"},
         tuple(
             (f"{text['rank']} {rank.rank}", {"transfer": part.transfer_ns, "wait": part.wait_ns})
             for rank, part in found
@@ -318,7 +318,7 @@ def _heat(analysis: Analysis, text: Words, limits: Limits) -> Heat | None:
         tuple(f"{text['rank']} {rank}" for rank in shown),
         names,
         values,
-        "fault",
+        "communication",
         Table(_right(text["rank"], *names), table_rows, note=limits.note(text)),
     )
 

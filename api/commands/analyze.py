@@ -1,0 +1,128 @@
+"""Explain one job: what holds it back, what to do about it, and what that would gain.
+
+    trine analyze runs/a
+    trine analyze traces/ --format html -o report.html
+    trine analyze rank0.json.gz rank1.json.gz --steps all --format json
+
+PATH is a record, a trace, a folder of ranks, a glob or a .tar.gz; several are the ranks of one job.
+Text goes to a terminal in colour (NO_COLOR turns that off), 100 columns wide at most.
+
+Exit codes: 0 analysed, whatever came out; 2 bad usage or unreadable input. Never 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trine.record.errors import UsageError
+
+from ._runs import progress_wanted, write_output
+
+if TYPE_CHECKING:
+    from trine.analyzers.results import Analysis
+
+__all__ = ["SUMMARY", "prepare_parser", "run"]
+
+SUMMARY = "explain one job: what holds it back and what to do"
+
+FORMATS = ("text", "json", "md", "html")
+CONVENTIONS = ("counted", "palm", "megatron", "narayanan", "6n")
+#: What a file's ending says when --format does not.
+_ENDINGS = {".json": "json", ".md": "md", ".markdown": "md", ".html": "html", ".htm": "html", ".txt": "text"}
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``trine analyze``."""
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a record or traces; several make one job")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="text (default), json (the versioned contract), md, or html (one self-contained file); "
+        "with -o the file's ending decides where this is not given",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write to FILE instead of standard output"
+    )
+    parser.add_argument(
+        "--steps",
+        default="complete",
+        metavar="STEPS",
+        help="complete (default: without a foreign trace's last step), all, or 3:8 (the end excluded)",
+    )
+    parser.add_argument(
+        "--convention",
+        choices=CONVENTIONS,
+        help="how MFU counts model FLOPs; without it MFU is a range over those that are known",
+    )
+    parser.add_argument("--lang", default="en", metavar="LANG", help="language of the report (default: en)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that read ranks (default: as many as pay, at most one a processor)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Analyse, render, write. Returns 0; faults in the run are the answer, not an error."""
+    from trine.analyzers import analyze
+    from trine.analyzers.reports.wording import words
+    from trine.record import load
+
+    words(arguments.lang)  # before the work: a wrong language should not cost a minute
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UsageError(f"--workers must be at least 1, not {arguments.workers}")
+    form = _form(arguments)
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise UsageError(
+            f"cannot write {arguments.output}: there is no folder {arguments.output.parent}; create it first"
+        )
+    paths = arguments.paths
+    analysis = analyze(
+        load(paths[0] if len(paths) == 1 else paths),
+        steps=arguments.steps,
+        workers=arguments.workers,
+        progress=progress_wanted(),
+        convention=arguments.convention,
+    )
+    if not hasattr(sys.stdout, "reconfigure"):
+        write_output(_render(analysis, form, arguments), arguments.output)
+        return 0
+    # A terminal that cannot print a bar gets a question mark, not a traceback.
+    sys.stdout.reconfigure(errors="replace")
+    write_output(_render(analysis, form, arguments), arguments.output)
+    return 0
+
+
+def _form(arguments: argparse.Namespace) -> str:
+    if arguments.format is not None:
+        return str(arguments.format)
+    if arguments.output is not None:
+        return _ENDINGS.get(arguments.output.suffix.lower(), "text")
+    return "text"
+
+
+def _render(analysis: Analysis, form: str, arguments: argparse.Namespace) -> str:
+    from trine.analyzers import to_json
+    from trine.analyzers.reports import html, markdown, text
+
+    if form == "json":
+        return json.dumps(to_json(analysis), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if form == "md":
+        return markdown.render(analysis, language=arguments.lang)
+    if form == "html":
+        return html.render(analysis, language=arguments.lang)
+    terminal = arguments.output is None and sys.stdout.isatty()
+    width = shutil.get_terminal_size((text.WIDTH, 24)).columns if terminal else text.WIDTH
+    return text.render(analysis, colour=terminal and _colour(), width=width, language=arguments.lang)
+
+
+def _colour() -> bool:
+    """https://no-color.org: any value turns colours off; so does a terminal that says it has none."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
