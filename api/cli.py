@@ -12,10 +12,10 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 import trine
-from trine.record.errors import TrineError
+from trine.record.errors import TrineError, UsageError
 
 __all__ = ["main"]
 
@@ -30,6 +30,13 @@ class Command(Protocol):
     def run(self, arguments: argparse.Namespace) -> int: ...
 
 
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, without the usage that pushes it off the screen."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see '{self.prog} --help'")
+
+
 def _command_names() -> list[str]:
     import trine.commands
 
@@ -37,8 +44,8 @@ def _command_names() -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> _Parser:
+    parser = _Parser(
         prog="trine",
         description="Find what holds a distributed training run back, fix it, and prove it.",
     )
@@ -59,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         return int(arguments.run(arguments))
     except TrineError as error:
         return _complain(error, error.exit_code)
@@ -70,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output (head, less) went away; that is its right.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a user sees one line, never a traceback
         reason = f"unexpected {type(error).__name__}: {error}; set TRINE_DEBUG=1 to see where, and please report it"
         return _complain(reason, 2)
 

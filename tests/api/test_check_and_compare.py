@@ -121,9 +121,16 @@ def test_budgets_and_wrong_usage(same: str, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("value", ["0", "5", "nan", "x"])
 def test_an_impossible_effect_is_refused(same: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["check", same, "--baseline", same, "--effect", value])
-    assert caught.value.code == 2
+    assert main(["check", same, "--baseline", same, "--effect", value]) == 2
+    assert "--effect" in complaint(capsys)
+
+
+@pytest.mark.parametrize("arguments", [[], ["chek"], ["compare", "a"], ["check", "a", "--min-steps", "0"]])
+def test_wrong_arguments_are_one_line_that_says_where_to_look(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert "--help" in complaint(capsys)
 
 
 def test_github_and_junit(
