@@ -1,7 +1,7 @@
 """What a rank was doing before each of its collectives: the reason it came late, if it came late.
 
-The stretch from the end of the rank's previous collective to the start of this one is divided, first
-match first: computing, copying, loading data, collecting garbage, launching (operators and runtime
+The stretch from the end of the rank's previous collective (from its start, where this one follows
+without a gap) to the start of this one is divided, first match first: computing, copying, loading data, collecting garbage, launching (operators and runtime
 calls while the device had nothing), Python. The largest share names the activity, and the longest
 span of that kind inside the stretch is its example.
 """
@@ -54,8 +54,7 @@ class _Doing:
 def before_collectives(rank: Rank, rows: Array) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
     """Activity and example before each of ``rows`` (row numbers of ``rank.collectives``).
 
-    ``unknown`` where the collective's start is not known, where it follows the previous one without
-    a gap, or where nothing was recorded that could tell.
+    ``unknown`` where the collective's start is not known or nothing was recorded that could tell.
     """
     table = rank.collectives
     if table is None or not len(rows):
@@ -94,7 +93,8 @@ def _largest(names: list[str], shares: Array) -> Array:
 
 
 def _stretches(rank: Rank, table: Table, rows: Array) -> tuple[Array, Array]:
-    """From the end of the previous collective (else the first thing recorded) to the start of each."""
+    """From the end of the previous collective (its start where there is no gap between them; the first
+    thing recorded where there is none) to the start of each."""
     start, end = table["start_ns"], table["end_ns"]
     known = np.flatnonzero((start != MISSING) & (end != MISSING))
     if not len(known):
@@ -102,7 +102,9 @@ def _stretches(rank: Rank, table: Table, rows: Array) -> tuple[Array, Array]:
     order = known[np.argsort(start[known], kind="stable")]
     reach = np.maximum.accumulate(end[order])
     stretch_start, stretch_end = start.copy(), start.copy()
-    stretch_start[order[1:]] = np.minimum(reach[:-1], start[order[1:]])
+    # A call that follows without a gap was being prepared while the one before it ran.
+    free = reach[:-1] < start[order[1:]]
+    stretch_start[order[1:]] = np.where(free, reach[:-1], start[order[:-1]])
     stretch_start[order[0]] = min(_first_ns(rank), int(start[order[0]]))
     unknown = np.setdiff1d(np.arange(len(start)), known)
     stretch_start[unknown] = stretch_end[unknown] = 0

@@ -24,22 +24,23 @@ __all__ = ["AGREEING_NS", "Clock", "clock_offsets"]
 Array = npt.NDArray[Any]
 
 #: Ends of one collective scatter by tens of microseconds on one clock. Offsets below this (or below
-#: three times their own scatter) are the collective's skew, not the clocks', and correct nothing.
+#: their own uncertainty) are the collective's skew, not the clocks', and correct nothing.
 AGREEING_NS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """``offset_ns`` is what to add to a rank's times to get the reference's. ``agrees`` when it is
-    too small to tell from the collectives' own skew; then nothing is corrected."""
+    """``offset_ns`` is what to add to a rank's times to get the reference's, known to ±
+    ``uncertainty_ns``. ``agrees`` when it is too small to tell from the collectives' own skew; then
+    nothing is corrected."""
 
     offset_ns: int
-    scatter_ns: int
+    uncertainty_ns: int
 
     @property
     def agrees(self) -> bool:
         """Whether the clocks cannot be told apart."""
-        return abs(self.offset_ns) <= max(AGREEING_NS, 3 * self.scatter_ns)
+        return abs(self.offset_ns) <= max(AGREEING_NS, self.uncertainty_ns)
 
     @property
     def correction_ns(self) -> int:
@@ -49,33 +50,59 @@ class Clock:
 
 def clock_offsets(ranks: Sequence[int], calls: Iterable[Calls]) -> dict[int, Clock]:
     """Clock of each rank against the lowest one; ranks that no chain of groups links to it are absent."""
-    differences: dict[tuple[int, int], list[Array]] = defaultdict(list)
-    for call in calls:
-        if call.pattern == "all":
-            known = (call.end_ns != MISSING).all(axis=1)
-            for column, rank in enumerate(call.ranks[1:], start=1):
-                apart = (call.end_ns[:, 0] - call.end_ns[:, column])[known]
-                if len(apart):
-                    differences[call.ranks[0], rank].append(apart)
-    links: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
-    for (one, other), arrays in differences.items():
-        apart = np.concatenate(arrays)
-        centre = integer_median(apart)
-        scatter = integer_median(np.abs(apart - centre))
-        links[one].append((len(apart), other, centre, scatter))
-        links[other].append((len(apart), one, -centre, scatter))
     if not ranks:
         return {}
+    links = _links(calls)
     lowest = min(ranks)
     clocks = {lowest: Clock(0, 0)}
     frontier = [lowest]
     while frontier:  # breadth first: the fewest links, hence the least error
         reached: list[int] = []
         for rank in frontier:
-            for _, other, offset, scatter in sorted(links[rank], reverse=True):
+            for other, link in sorted(links[rank].items(), key=lambda item: item[1].uncertainty_ns):
                 if other not in clocks:
                     base = clocks[rank]
-                    clocks[other] = Clock(base.offset_ns + offset, max(base.scatter_ns, scatter))
+                    clocks[other] = Clock(
+                        base.offset_ns + link.offset_ns, base.uncertainty_ns + link.uncertainty_ns
+                    )
                     reached.append(other)
         frontier = reached
     return clocks
+
+
+def _links(calls: Iterable[Calls]) -> dict[int, dict[int, Clock]]:
+    """Clocks between each group's lowest rank and its others, both ways."""
+    spans: dict[tuple[int, int], list[tuple[Array, Array, Array, Array]]] = defaultdict(list)
+    for call in calls:
+        if call.pattern != "all":
+            continue
+        known = ((call.start_ns != MISSING) & (call.end_ns != MISSING)).all(axis=1)
+        start, end = call.start_ns[known], call.end_ns[known]
+        for column, rank in enumerate(call.ranks[1:], start=1):
+            if known.any():
+                spans[call.ranks[0], rank].append((start[:, 0], end[:, 0], start[:, column], end[:, column]))
+    links: dict[int, dict[int, Clock]] = defaultdict(dict)
+    for (one, other), parts in spans.items():
+        link = _link(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        links[one][other] = link
+        links[other][one] = Clock(-link.offset_ns, link.uncertainty_ns)
+    return links
+
+
+def _link(start_1: Array, end_1: Array, start_2: Array, end_2: Array) -> Clock:
+    """What to add to the second rank's times, from the calls that both made.
+
+    Two ways, and the surer one wins. Ranks leave together, so the ends' differences scatter around
+    the offset: sure on devices, where the scatter is microseconds. And nobody leaves before the
+    other has entered, so every call bounds the offset from both sides, and the middle of the
+    tightest bounds is off by at most half their width, as in NTP: sure on busy hosts, where threads
+    wake up late and ends scatter by milliseconds.
+    """
+    apart = end_1 - end_2
+    offset = integer_median(apart)
+    by_ends = Clock(offset, 3 * integer_median(np.abs(apart - offset)))
+    low, high = int((start_1 - end_2).max()), int((end_1 - start_2).min())
+    if low > high:  # the clocks drift, or a call is not what it seems
+        return by_ends
+    by_bounds = Clock((low + high) // 2, (high - low + 1) // 2)
+    return min(by_ends, by_bounds, key=lambda clock: clock.uncertainty_ns)

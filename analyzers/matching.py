@@ -33,6 +33,10 @@ _WORTH_MATCHING = 0.5
 _MOST_PLACES = 512
 #: More ranks than any job has, so that two of them fit into one int64.
 _MOST_RANKS = 1 << 31
+#: Larger than any buffer, small enough to leave room for an operation in one int64.
+_MOST_BYTES = 1 << 50
+#: Operations to which every rank brings the same number of bytes.
+_SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
 #: Ends that scatter less than this (ns) agree equally well: below it, it is the links' own noise.
 _END_NOISE_NS = 20_000
 
@@ -68,6 +72,7 @@ class _Line:
     table: Table
     rows: Array
     operation: Array  # codes shared by all ranks
+    sized: Array  # whether every rank brings the same number of bytes to such a call
 
     def column(self, name: str) -> Array:
         return np.asarray(self.table[name][self.rows])
@@ -102,7 +107,10 @@ def match_collectives(
     quality: list[Quality] = []
     for key in sorted(lines, key=lambda key: (key.id, key.ranks or (), key.peers or ())):
         members = sorted(lines[key], key=lambda line: line.rank)
-        cut, notes = _match_lines(_label_of(key), members) if len(members) > 1 else (members, [])
+        if len(members) > 1:
+            cut, notes = _match_lines(_label_of(key), members, named=bool(key.id))
+        else:
+            cut, notes = members, []
         quality += notes
         if cut and len(cut[0].rows):
             calls, notes = _calls_of(key, cut, names)
@@ -157,6 +165,7 @@ def _lines_of(
     names = [canonical_operation(text) for text in [*table.strings.values, None]]
     code_of = np.array([codes.setdefault(name, len(codes)) for name in names], dtype=np.int64)
     operation = code_of[table["operation"]]
+    sized = np.isin(operation, [codes[name] for name in _SAME_SIZE if name in codes])
     pair = _pairs(summary.rank, table["peer"], operation, codes)
     # Both sides of a pair are one operation, so that they match each other.
     operation = np.where(pair >= 0, codes.setdefault("send_recv", len(codes)), operation)
@@ -168,7 +177,7 @@ def _lines_of(
             rows = np.flatnonzero(in_group & (pair == one))
             peers = None if one < 0 else (int(one) // _MOST_RANKS, int(one) % _MOST_RANKS)
             rows = rows[np.argsort(_order_in_group(table, rows), kind="stable")]
-            yield _GroupKey(id, ranks, peers), _Line(summary.rank, table, rows, operation[rows])
+            yield _GroupKey(id, ranks, peers), _Line(summary.rank, table, rows, operation[rows], sized[rows])
 
 
 def _pairs(rank: int, peer: Array, operation: Array, codes: dict[str, int]) -> Array:
@@ -192,7 +201,7 @@ def _order_in_group(table: Table, rows: Array) -> Array:
 # --- one group ---------------------------------------------------------------------------------
 
 
-def _match_lines(label: str, lines: list[_Line]) -> tuple[list[_Line], list[Quality]]:
+def _match_lines(label: str, lines: list[_Line], *, named: bool) -> tuple[list[_Line], list[Quality]]:
     """The lines cut to the calls that all of them hold, in the same order, and what to say about it."""
     quality: list[Quality] = []
     counts = np.array([len(line.rows) for line in lines])
@@ -210,7 +219,7 @@ def _match_lines(label: str, lines: list[_Line]) -> tuple[list[_Line], list[Qual
         if len(lines) < 2:
             return [], quality
     by_sequence = _by_sequence(lines)
-    cut = by_sequence if by_sequence is not None else _by_order(lines)
+    cut = by_sequence if by_sequence is not None else _by_order(lines if named else _in_common(lines))
     lost = {line.rank: len(line.rows) - len(kept.rows) for line, kept in zip(lines, cut, strict=True)}
     if any(lost.values()):
         how = "sequence numbers" if by_sequence is not None else _place_in_words(lines, cut)
@@ -226,8 +235,32 @@ def _match_lines(label: str, lines: list[_Line]) -> tuple[list[_Line], list[Qual
     return cut, quality
 
 
+def _in_common(lines: list[_Line]) -> list[_Line]:
+    """Calls of a kind (operation and size) that every rank makes. Where the source names no groups,
+    calls of smaller groups lie among them, and those that only some ranks make are recognised so."""
+    kinds = [_kinds(line) for line in lines]
+    common = kinds[0]
+    for kind in kinds[1:]:
+        common = common[np.isin(common, kind)]
+    if not len(common):
+        return lines
+    return [_taking(line, np.isin(kind, common)) for line, kind in zip(lines, kinds, strict=True)]
+
+
+def _kinds(line: _Line) -> Array:
+    """Operation and size of each call in one number; ranks may bring different sizes to an all-to-all
+    or to a rooted operation, so there the operation alone counts."""
+    size = np.where(line.sized, np.maximum(line.column("bytes"), 0), 0)
+    return np.asarray(line.operation * _MOST_BYTES + np.minimum(size, _MOST_BYTES - 1))
+
+
 def _taking(line: _Line, positions: Array | slice) -> _Line:
-    return replace(line, rows=line.rows[positions], operation=line.operation[positions])
+    return replace(
+        line,
+        rows=line.rows[positions],
+        operation=line.operation[positions],
+        sized=line.sized[positions],
+    )
 
 
 def _by_sequence(lines: list[_Line]) -> list[_Line] | None:

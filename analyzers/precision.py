@@ -21,10 +21,12 @@ _MATMUL = re.compile(
 _TYPES = tuple(
     (re.compile(pattern, re.IGNORECASE), dtype)
     for pattern, dtype in (
-        (r"e4m3|e5m2|fp8|f8f8|qmma|^Cijk_\w+?_F8", "fp8"),
-        (r"bf16|bfloat|nvjet_(?:sm\d+_)?t", "bf16"),
+        (r"e4m3|e5m2|fp8|f8f8|qmma|nvjet_(?:sm\d+_)?q", "fp8"),
+        (r"bf16|bfloat|DF16b|nvjet_(?:sm\d+_)?t", "bf16"),
         (r"tf32", "tf32"),
-        (r"fp16|_f16|f16f16|half|h884|s884|s1688(?!.*tf32)|h16816|s16816|hgemm|nvjet_(?:sm\d+_)?h", "fp16"),
+        (r"fp16|_f16|f16f16|half|h884|s884|h1688|h16816|s16816|hgemm|DF16_|nvjet_(?:sm\d+_)?h", "fp16"),
+        # Turing's fp16 kernels of this shape say fp16 and are found above; Ampere's take tf32.
+        (r"s1688", "tf32"),
         (r"f32f32|sgemm|float|_f32|fp32|scudnn|nvjet_(?:sm\d+_)?s", "fp32"),
     )
 )

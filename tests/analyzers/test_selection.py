@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from analysis_tables import rank_of
+
+from trine.analyzers import parse_selection, summarize
+from trine.analyzers.selection import select
+from trine.record.errors import UsageError
+from trine.record.model import MISSING
+
+STEPS = [(3, 0, 100), (4, 100, 200), (5, 200, 300)]
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "stop"), [("3:8", 3, 8), ("3:", 3, None), (":8", None, 8), (" 3 : 8 ", 3, 8)]
+)
+def test_ranges(text: str, start: int | None, stop: int | None) -> None:
+    selection = parse_selection(text)
+    assert (selection.start, selection.stop, selection.is_range) == (start, stop, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("5", "5:6"),
+        ("last", "3:8"),
+        (":", "3:8"),
+        ("3-8", "3:8"),
+        ("", "3:8"),
+        ("-1:4", "3:8"),
+        ("8:3", "8:9"),
+        ("3:3", "3:4"),
+    ],
+)
+def test_bad_selections_say_what_to_write_instead(text: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=hint) as caught:
+        parse_selection(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_complete_leaves_out_a_foreign_traces_last_step() -> None:
+    chosen = select(rank_of(steps=STEPS), parse_selection("complete"))
+    assert (chosen.steps, chosen.everything) == ((3, 4), False)
+    assert (chosen.start_ns, chosen.end_ns) == (0, 200)
+
+
+def test_a_native_records_steps_are_all_complete() -> None:
+    chosen = select(rank_of(steps=STEPS, format="trine"), parse_selection("complete"))
+    assert (chosen.steps, chosen.everything) == ((3, 4, 5), False)
+
+
+@pytest.mark.parametrize("steps", [None, [], STEPS[:1]])
+def test_with_fewer_than_two_steps_complete_is_as_all(steps) -> None:
+    rank = rank_of(steps=steps)
+    complete, everything = (select(rank, parse_selection(text)) for text in ("complete", "all"))
+    assert complete == everything and complete.everything
+
+
+def test_work_without_a_step_counts_only_under_all() -> None:
+    rank = rank_of(steps=STEPS)
+    step = np.array([3, 4, 5, MISSING])
+    assert select(rank, parse_selection("all")).holds(step).tolist() == [True] * 4
+    assert select(rank, parse_selection("complete")).holds(step).tolist() == [True, True, False, False]
+    assert select(rank, parse_selection("4:6")).holds(step).tolist() == [False, True, True, False]
+
+
+def test_a_selection_that_names_no_step_says_which_there_are() -> None:
+    with pytest.raises(UsageError, match="steps 3 to 5"):
+        summarize(rank_of(steps=STEPS), parse_selection("7:9"))
+    with pytest.raises(UsageError, match="--steps all"):
+        summarize(rank_of(), parse_selection("7:9"))
