@@ -43,8 +43,9 @@ def _mfu(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
     known = [value for value in known if value is not None]
     if not known or mfu is None:
         missing = "no model FLOPs, no step time or no peak of the device is known"
+        said = next((note.message for note in facts.analysis.data_quality if note.id == "no-mfu"), None)
         cure = "Record with trine.profile(model=…); run trine hardware --calibrate for a device without a known peak."
-        return CheckItem(id, title, "unknown", f"MFU cannot be said: {missing}", cure)
+        return CheckItem(id, title, "unknown", said or f"MFU cannot be said: {missing}", cure)
     low, high = min(known), max(known)
     words = percent(low) if low == high else f"{percent(low)} to {percent(high)}, by convention"
     named = f" ({mfu.convention})" if mfu.convention and mfu.value is not None else ""

@@ -7,6 +7,8 @@ __all__ = ["count", "duration", "interval", "percent", "rank_list", "rate", "siz
 
 def duration(ns: float) -> str:
     """Nanoseconds to three significant digits with a unit: ``12.3 ms``."""
+    if ns == 0:
+        return "0"
     sign, value = ("-" if ns < 0 else ""), abs(ns)
     for unit, factor in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         # 999.6 µs would round to "1000 µs": go up a unit just before that.

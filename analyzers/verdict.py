@@ -31,6 +31,8 @@ COMPUTE_BOUND = 0.5
 #: Steps that make a verdict sure, and those that make it fair.
 SURE_STEPS = 10
 FAIR_STEPS = 3
+#: Share of the step at stake from which on a fault is clear with fewer.
+CLEAR_SEVERITY = 0.3
 
 #: How a verdict names each fault.
 _BOUND = {
@@ -48,8 +50,8 @@ def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
     """Name what bounds the run. ``findings`` are sorted, the weightiest fault first."""
     points = tuple(point for rank in facts.ranks if (point := _point(rank)) is not None)
     centre = _mean(points) if points else None
-    sure = _confidence(facts)
     worst = next((finding for finding in findings if finding.kind == "fault"), None)
+    sure = _confidence(facts, worst)
     best = next((finding for finding in findings if finding.kind == "opportunity"), None)
     if worst is not None:
         name = _BOUND.get(worst.id, worst.id)
@@ -102,13 +104,15 @@ def value_text(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _confidence(facts: Facts) -> Literal["high", "medium", "low"]:
+def _confidence(facts: Facts, worst: Finding | None) -> Literal["high", "medium", "low"]:
     """High with many steps and all ranks; low with next to nothing."""
     source = facts.analysis.source
     errors = any(quality.severity == "error" for quality in facts.analysis.data_quality)
     steps = max((len(rank.durations) for rank in facts.ranks), default=0) or facts.steps
-    if steps < FAIR_STEPS or errors:
-        return "low"
+    if errors or steps < FAIR_STEPS:
+        # A loss far above every threshold needs no many steps to be seen.
+        clear = not errors and steps > 0 and worst is not None and worst.severity >= CLEAR_SEVERITY
+        return "medium" if clear else "low"
     return "high" if steps >= SURE_STEPS and not source.missing_ranks else "medium"
 
 

@@ -21,6 +21,9 @@ CAUSED_SHARE = 0.25
 CAUSED_TIMES_EVEN = 1.5
 #: ... and is behind in at least this share of the steady steps (chance alone gives half, with two ranks).
 CONSISTENT = 0.75
+#: On CPUs ranks share cores with each other and with everything else, and take turns at being late.
+#: Where too few steps are marked to tell a turn from a habit, one rank must cause most of all waiting.
+CPU_CAUSED_SHARE = 0.70
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +139,16 @@ def _all_late(facts: Facts) -> list[Late]:
 
 def late_ranks(facts: Facts) -> list[Late]:
     """Ranks that are late by every threshold above, the costliest first."""
-    even = CAUSED_TIMES_EVEN / max(len(facts.ranks), 1)
+    least = max(CAUSED_SHARE, min(CAUSED_TIMES_EVEN / max(len(facts.ranks), 1), 0.75))
+    noisy = facts.on_accelerator is False
     found = [
         late
         for late in _all_late(facts)
         if late.cost_ns >= LATE_SHARE * (facts.step_ns or 0)
-        and (late.caused is None or late.caused >= max(CAUSED_SHARE, min(even, 0.75)))
+        and (
+            late.caused is None
+            or late.caused >= (CPU_CAUSED_SHARE if noisy and late.consistent is None else least)
+        )
         and (late.consistent is None or late.consistent >= CONSISTENT)
     ]
     return sorted(found, key=lambda late: -late.cost_ns)

@@ -150,6 +150,7 @@ def step_times(analysis: Analysis, text: Words, limits: Limits) -> Section | Non
             high=duration(statistics.high_ns),
             p95=duration(statistics.p95_ns),
             count=statistics.count,
+            unit=text["step" if statistics.count == 1 else "steps"],
         )
         for name, steps in (("warm_up", statistics.warm_up), ("outliers", statistics.outliers)):
             if steps:
@@ -391,12 +392,17 @@ def work(analysis: Analysis, text: Words, limits: Limits) -> Section | None:
     return Section("work", text["work"], blocks) if blocks else None
 
 
+def _short(name: str) -> str:
+    """A kernel's name without what every one of them says."""
+    return name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
+
+
 def _named(rows: Iterable[NamedTime], text: Words, title: str, most: int) -> Table:
     ordered = sorted(rows, key=lambda row: row.total_ns, reverse=True)
     total = sum(row.total_ns for row in ordered)
     cells = tuple(
         (
-            clean(row.name),
+            _short(clean(row.name)),
             clean(row.kind),
             count(row.calls),
             _share(row.total_ns, total),

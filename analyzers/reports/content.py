@@ -213,7 +213,7 @@ def _quality(analysis: Analysis, text: Mapping[str, str], most: int) -> Section:
     items = []
     for (severity, id, message), ranks in ordered[:most]:
         where = f" ({rank_list(sorted(set(ranks)))})" if ranks else ""
-        items.append((text[severity], f"{clean(message)}{where}", clean(id)))
+        items.append((text[severity], f"{clean(id)}: {clean(message)}{where}", ""))
     blocks: tuple[Any, ...] = (Items(tuple(items)),)
     if len(ordered) > most:
         blocks += (Paragraph(text["more_rows"].format(left=len(ordered) - most)),)

@@ -118,8 +118,8 @@ class _Writer:
         elif isinstance(block, Paragraph):
             self.wrapped(block.text)
         elif isinstance(block, Items):
+            indent = max((cell_len(mark) for mark, _, _ in block.items), default=0) + 1
             for mark, text, further in block.items:
-                indent = cell_len(mark) + 1
                 style = COLOURS["fault"] if mark == "✗" else COLOURS["memory"] if mark == "✓" else ""
                 self.wrapped(text, indent, first=mark, style=style if mark == "✗" else "")
                 if further:

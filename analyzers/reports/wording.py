@@ -82,7 +82,7 @@ ENGLISH: Mapping[str, str] = {
     "total": "total",
     # steps
     "step_times": "Step times",
-    "step_line": "median {median} ({low} to {high}, 95 % interval), 95th percentile {p95}, {count} steps",
+    "step_line": "median {median} ({low} to {high}, 95 % interval), 95th percentile {p95}, {count} {unit}",
     "warm_up": "warm-up left out: {steps}",
     "outliers": "slow steps: {steps}",
     "step_series": "Step time by step",
