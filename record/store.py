@@ -112,7 +112,7 @@ class RankWriter:
 
     def describe(self, description: Mapping[str, Any]) -> None:
         """Replace ``rank.json``: what was there at the start, updated with ``description``. Written when it changed."""
-        content = msgspec.json.format(msgspec.json.encode({**self._about, **description}))
+        content = _json({**self._about, **description})
         if content != self._described:
             _replace(self.folder / "rank.json", content)
             self._described = content
@@ -121,7 +121,7 @@ class RankWriter:
         """Write ``run.json`` of this attempt: small, and by the first rank alone."""
         content = {"schema": SCHEMA, "attempt": self.attempt, "start": self.start, **description}
         folder = attempt_folder(self.run, self.attempt)
-        _replace(folder / "run.json", msgspec.json.format(msgspec.json.encode(content)))
+        _replace(folder / "run.json", _json(content))
 
     def append(self, tables: Mapping[str, Columns], *, boundary: bool = True) -> None:
         """Append rows of several tables in one write.
@@ -200,6 +200,11 @@ def _written_by_another_start(folder: Path, start: str) -> bool:
             if msgspec.json.decode(path.read_bytes()).get("start") != start:
                 return True
     return False
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    """What JSON has no word for (a version object, a path, a dtype) is written as its text."""
+    return msgspec.json.format(msgspec.json.encode(content, enc_hook=str))
 
 
 def _replace(path: Path, content: bytes) -> None:

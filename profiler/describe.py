@@ -1,0 +1,240 @@
+"""What a session says about its run: where it runs, what it trains, and ``rank.json`` and ``run.json``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trine.record.model import PHASES
+from trine.record.store import RankWriter
+
+from . import facts
+from .conventions import convention_flops
+from .facts import autocast_dtype
+from .groups import process_groups
+from .memory import bytes_of_gradients, bytes_of_optimizer, bytes_of_tensors
+from .protocols import CollectiveSource, DeepWindowing, FlopCounting, Note
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = [
+    "FACTS_AFTER_STEPS",
+    "autocast_dtype",
+    "description",
+    "device_of",
+    "error_line",
+    "facts_at_start",
+    "facts_in_training",
+    "holdings",
+    "open_flops",
+    "open_source",
+    "open_windows",
+    "place",
+    "state_after",
+    "warn_without_steps",
+    "witness_of",
+    "write_run",
+]
+
+logger = logging.getLogger("trine")
+
+#: Facts that only training shows (optimizer state, rebuilt buckets, autocast) are read after these steps.
+FACTS_AFTER_STEPS = frozenset({2, 12})
+
+
+def place() -> tuple[int, int, int]:
+    """(rank, world size, local rank): of the process group, else of the launcher's environment."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return rank, world_size, int(os.environ.get("LOCAL_RANK", str(rank)))
+
+
+def device_of(models: Sequence[Any], optimizers: Sequence[Any]) -> tuple[str, int]:
+    """(type, index) of the device that trains: where the parameters are, else the accelerator, else the CPU."""
+    for parameter in _parameters(models, optimizers):
+        if parameter.device.type != "meta":
+            return parameter.device.type, parameter.device.index or 0
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "cpu", 0
+    return accelerator.type, torch.accelerator.current_device_index()
+
+
+def _parameters(models: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
+    found = [parameter for model in models for parameter in model.parameters()]
+    if not found:
+        groups = (group for o in optimizers for group in getattr(o, "param_groups", ()))
+        found = [parameter for group in groups for parameter in group["params"]]
+    return list({id(parameter): parameter for parameter in found}.values())
+
+
+def witness_of(models: Sequence[Any], optimizers: Sequence[Any]) -> Any:
+    """A trainable parameter whose version counter tells of updates that no optimizer hook sees."""
+    trainable = [p for p in _parameters(models, optimizers) if p.requires_grad]
+    return trainable[-1] if trainable else None
+
+
+def open_source(note: Note) -> CollectiveSource:
+    """Where collectives come from."""
+    from .collectives import open_source as open_best
+
+    return open_best(note)
+
+
+def open_flops(note: Note) -> FlopCounting:
+    """The counter of model FLOPs."""
+    from .flops import FlopCounter
+
+    return FlopCounter(note)
+
+
+def open_windows(session: Session, windows: Any) -> DeepWindowing:
+    """The deep windows."""
+    from .windows import DeepWindows
+
+    return DeepWindows(
+        session.folder, session.rank, session.world_size, session.local_rank, windows, session.guard.note
+    )
+
+
+def holdings(models: Sequence[Any], optimizers: Sequence[Any]) -> dict[str, int]:
+    """Bytes that parameters, gradients and optimizer state hold on this rank now."""
+    parameters = _parameters(models, optimizers)
+    return {
+        "memory/parameters_bytes": bytes_of_tensors(parameters),
+        "memory/gradients_bytes": bytes_of_gradients(parameters),
+        "memory/optimizer_bytes": sum(
+            bytes_of_optimizer(optimizer) for optimizer in _torch_optimizers(optimizers)
+        ),
+    }
+
+
+def _torch_optimizers(optimizers: Sequence[Any]) -> list[Any]:
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
+
+
+def facts_at_start(session: Session) -> dict[str, Any]:
+    """What is known before the first step."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    exposed = "measured" if session.device_type == "cpu" else "end of backward"
+    return {
+        "versions": facts.version_facts(),
+        "device": facts.device_facts(session.device_type, session.device_index),
+        "backend": torch.distributed.get_backend() if distributed else None,
+        "exposed_communication": exposed if distributed else "none",
+        **facts_in_training(session),
+    }
+
+
+def facts_in_training(session: Session) -> dict[str, Any]:
+    """What training itself shows; read a few times, each replacing the one before."""
+    optimizers = _torch_optimizers(session.optimizers)
+    model = facts.model_facts(session.models, optimizers, session.sequence)
+    if model is not None:
+        # Gradients have usually been freed here: they were read when the optimizer had just used them.
+        for name, metric in (("gradient_bytes", "gradients"), ("optimizer_bytes", "optimizer")):
+            model[name] = session.held.get(f"memory/{metric}_bytes") or model[name]
+    result = {
+        "model": model,
+        "precision": facts.precision_facts(session.models, session.autocast),
+        "optimizer": facts.optimizer_facts(optimizers),
+        "data_parallel": facts.data_parallel_facts(session.models),
+        "loader": facts.loader_facts(session.loader) if session.loader is not None else None,
+        "compile": facts.is_compiled(session.models),
+    }
+    counted = session.facts.get("flops")
+    result["flops"] = {**_conventions(session, model), **(counted or {})} or None
+    return {name: value for name, value in result.items() if value is not None}
+
+
+def _conventions(session: Session, model: dict[str, Any] | None) -> dict[str, Any]:
+    """FLOPs by the named conventions, for the tokens of one step of this rank."""
+    tokens = session.tokens_per_step
+    if model is None or not tokens:
+        return {}
+    return convention_flops(model["shape"], model["parameters_without_embedding"], tokens)
+
+
+def description(session: Session) -> dict[str, Any]:
+    """``rank.json`` as it should be now."""
+    background = session.background
+    source = session.source
+    groups = session.guard.run("groups", process_groups) or ()
+    if groups:
+        session.groups = [
+            {"id": group.id, "name": group.name, "description": group.description, "ranks": list(group.ranks)}
+            for group in groups
+        ]
+    device = session.facts.get("device", {})
+    return {
+        "local_rank": session.local_rank,
+        "metadata": {**session.facts, "collectives_source": "none" if source is None else source.name},
+        "groups": session.groups,
+        "devices": [
+            {
+                "index": device.get("index", 0),
+                "name": device.get("name"),
+                "memory_bytes": device.get("memory_bytes"),
+            }
+        ]
+        if device
+        else [],
+        "clock": {"offset_ns": session.anchor.offset_ns},
+        "notes": session.guard.notes,
+        "overflow": dict(background.overflow) if background is not None else {},
+    }
+
+
+def write_run(session: Session, writer: RankWriter) -> None:
+    """``run.json``, by the first rank alone."""
+    if session.rank != 0:
+        return
+    known = (
+        "model",
+        "device",
+        "versions",
+        "backend",
+        "precision",
+        "optimizer",
+        "data_parallel",
+        "configuration",
+    )
+    writer.describe_run(
+        {
+            "name": session.path.name,
+            "world_size": session.world_size,
+            "command": sys.argv,
+            "folder": os.getcwd(),  # noqa: PTH109 - a string for JSON
+            **{name: session.facts.get(name) for name in known},
+        }
+    )
+
+
+def state_after(error: BaseException | None) -> str:
+    """``finished``, ``stopped`` (by the user) or ``failed``."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return "finished"
+    return "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+def error_line(error: BaseException | None) -> str | None:
+    """The loop's exception in a line."""
+    return None if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def warn_without_steps(session: Session) -> None:
+    """A session that saw no step has written nothing: say why, since silence would look like success."""
+    logger.warning(
+        "%s: no step was seen, so nothing was recorded; iterate over prof.steps(loader), or call prof.step() after each",
+        session.path,
+    )
+
+
+assert len(PHASES) == 7, "phases.py names them by position"
