@@ -1,1 +1,1 @@
-"""To be filled."""
+"""Real training programs that use all of Trine, written as people first write them."""
