@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, PHASES, Rank, Table
-
 from trine.dashboard.detail import Lane, make_lane, nesting_depth
+from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, PHASES, Rank, Table
 
 __all__ = ["KINDS", "RankLanes", "build"]
 

@@ -1,0 +1,478 @@
+"""Figures as plain dictionaries for Plotly: results in, drawing out, nothing computed but units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trine.dashboard import units
+from trine.dashboard.theme import PALETTES, Theme, figure_layout
+
+if TYPE_CHECKING:
+    from trine.analyzers.results import Analysis, RankResult
+
+__all__ = [
+    "MOST_BARS",
+    "breakdown",
+    "caused_wait",
+    "memory_at_peak",
+    "memory_over_time",
+    "phases",
+    "shown_ranks",
+    "step_times",
+    "wait_heatmap",
+]
+
+#: More bars than this say nothing; the ranks that matter most are drawn and the rest counted.
+MOST_BARS = 48
+
+Figure = dict[str, Any]
+
+
+def shown_ranks(analysis: Analysis, chosen: Sequence[int] = ()) -> tuple[RankResult, ...]:
+    """The chosen ranks, else all, else those that others waited for most, in order of rank."""
+    ranks = [rank for rank in analysis.ranks if not chosen or rank.rank in chosen] or list(analysis.ranks)
+    if len(ranks) > MOST_BARS:
+        ranks = sorted(ranks, key=lambda r: -(r.communication.caused_wait_ns if r.communication else 0))[
+            :MOST_BARS
+        ]
+    return tuple(sorted(ranks, key=lambda r: r.rank))
+
+
+def time_scale(longest_ns: float) -> tuple[float, str]:
+    """The unit that a time axis is drawn in: (ns a unit, name)."""
+    for scale, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
+        if longest_ns >= 2 * scale:
+            return scale, unit
+    return 1.0, "ns"
+
+
+def size_scale(largest_bytes: float) -> tuple[float, str]:
+    """The unit that a size axis is drawn in: (bytes a unit, name)."""
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if largest_bytes >= scale:
+            return float(scale), unit
+    return 1.0, "B"
+
+
+def _bars(
+    rows: Sequence[str],
+    parts: Sequence[tuple[str, Sequence[float], dict[str, Any]]],
+    axis: str,
+    theme: Theme,
+    scale: float,
+    words: Any,
+) -> Figure:
+    """Horizontal stacked bars, a row each; the share of the row is written where it fits."""
+    totals = [sum(values[i] for _, values, _ in parts) or 1.0 for i in range(len(rows))]
+    data = []
+    for name, values, marker in parts:
+        shares = [value / total for value, total in zip(values, totals, strict=True)]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": name,
+                "y": list(rows),
+                "x": [value / scale for value in values],
+                "marker": {"line": {"width": 0}, **marker},
+                "text": [units.percent(share) if share >= 0.06 else "" for share in shares],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "constraintext": "inside",
+                "insidetextfont": {"size": 11},
+                "hovertemplate": "%{y}<br>" + name + ": %{customdata}<extra></extra>",
+                "customdata": [
+                    f"{words(v)} ({units.percent(s)})" for v, s in zip(values, shares, strict=True)
+                ],
+            }
+        )
+    layout = figure_layout(
+        theme,
+        barmode="stack",
+        bargap=0.28,
+        height=max(130, 70 + 27 * len(rows)),
+        showlegend=True,
+        legend={"traceorder": "normal"},
+        xaxis={"title": {"text": axis}, "range": [0, max(totals) / scale * 1.002]},
+        yaxis={"autorange": "reversed", "showgrid": False, "type": "category"},
+    )
+    return {"data": data, "layout": layout}
+
+
+def breakdown(ranks: Sequence[RankResult], theme: Theme) -> Figure:
+    """A bar a rank: compute, exposed communication, exposed copy and idle sum to the window exactly.
+
+    The part of compute that hides communication is hatched in communication's colour.
+    """
+    colours = PALETTES[theme]
+    known = [(rank, rank.summary.breakdown) for rank in ranks if rank.summary.breakdown is not None]
+    rows = [f"rank {rank.rank}" for rank, _ in known]
+    found = [part for _, part in known if part is not None]
+    scale, unit = time_scale(max((part.window_ns for part in found), default=0))
+    hatched = {
+        "color": colours["computation"],
+        "pattern": {
+            "shape": "/",
+            "fgcolor": colours["communication"],
+            "bgcolor": colours["computation"],
+            "size": 6,
+            "solidity": 0.3,
+        },
+    }
+    parts = [
+        ("compute", [part.compute_ns - part.overlap_ns for part in found], {"color": colours["computation"]}),
+        ("compute over communication", [part.overlap_ns for part in found], hatched),
+        (
+            "exposed communication",
+            [part.exposed_communication_ns for part in found],
+            {"color": colours["communication"]},
+        ),
+        ("exposed copy", [part.exposed_copy_ns for part in found], {"color": colours["memory"]}),
+        ("idle", [part.idle_ns for part in found], {"color": colours["idle"]}),
+    ]
+    parts = [part for part in parts if any(part[1])]
+    return _bars(rows, parts, f"time in the window, {unit}", theme, scale, units.duration)
+
+
+def phase_markers(theme: Theme) -> Mapping[str, dict[str, Any]]:
+    """How each phase is drawn: computing solid and tinted, what waits hatched or grey."""
+    colours = PALETTES[theme]
+    return {
+        "data": {
+            "color": colours["idle"],
+            "pattern": {
+                "shape": "\\",
+                "fgcolor": colours["surface"],
+                "bgcolor": colours["idle"],
+                "size": 6,
+                "solidity": 0.25,
+            },
+        },
+        "copy": {"color": colours["memory"]},
+        "forward": {"color": colours["computation"]},
+        "backward": {"color": colours["computation"], "opacity": 0.72},
+        "optimizer": {"color": colours["computation"], "opacity": 0.45},
+        "exposed_communication": {"color": colours["communication"]},
+        "other": {"color": colours["idle"]},
+    }
+
+
+def phases(ranks: Sequence[RankResult], theme: Theme) -> Figure:
+    """A bar a rank: where the selected steps went, by phase; sums to the steps exactly."""
+    known = [(rank, rank.summary.phases_ns) for rank in ranks if rank.summary.phases_ns]
+    rows = [f"rank {rank.rank}" for rank, _ in known]
+    scale, unit = time_scale(max((sum(p.values()) for _, p in known if p), default=0))
+    parts = [
+        (name.replace("_", " "), [float((p or {}).get(name, 0)) for _, p in known], marker)
+        for name, marker in phase_markers(theme).items()
+        if any((p or {}).get(name, 0) for _, p in known)
+    ]
+    return _bars(rows, parts, f"time in the selected steps, {unit}", theme, scale, units.duration)
+
+
+def step_times(analysis: Analysis, ranks: Sequence[RankResult], theme: Theme) -> Figure | None:
+    """Step time over steps, a line a rank (up to eight), with the median and its interval."""
+    colours = PALETTES[theme]
+    tables = [(rank.rank, rank.summary.steps) for rank in ranks[:8] if rank.summary.steps is not None]
+    tables = [(rank, steps) for rank, steps in tables if steps is not None and len(steps) >= 3]
+    statistics = analysis.step_statistics
+    if not tables or statistics is None:
+        return None
+    longest = max(int((steps["end_ns"] - steps["start_ns"]).max()) for _, steps in tables)
+    scale, unit = time_scale(longest)
+    data: list[dict[str, Any]] = []
+    for position, (rank, steps) in enumerate(tables):
+        thin = slice(None, None, max(1, len(steps) // 2000))
+        lengths = (steps["end_ns"] - steps["start_ns"])[thin]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers" if len(steps) <= 60 else "lines",
+                "name": f"rank {rank}",
+                "x": steps["index"][thin].tolist(),
+                "y": (lengths / scale).tolist(),
+                "line": {"width": 1.3, "color": colours["text"]},
+                "marker": {"size": 4},
+                "opacity": 1.0 if len(tables) == 1 else 0.85 - 0.6 * position / len(tables),
+                "customdata": [units.duration(float(length)) for length in lengths],
+                "hovertemplate": f"rank {rank}, step %{{x}}: %{{customdata}}<extra></extra>",
+            }
+        )
+    low, mid, high = (
+        value / scale for value in (statistics.low_ns, statistics.median_ns, statistics.high_ns)
+    )
+    shapes = [
+        {
+            "type": "rect",
+            "xref": "paper",
+            "x0": 0,
+            "x1": 1,
+            "y0": low,
+            "y1": high,
+            "line": {"width": 0},
+            "fillcolor": colours["computation"],
+            "opacity": 0.22,
+            "layer": "below",
+        },
+        {
+            "type": "line",
+            "xref": "paper",
+            "x0": 0,
+            "x1": 1,
+            "y0": mid,
+            "y1": mid,
+            "line": {"width": 1.5, "color": colours["computation"]},
+            "layer": "below",
+        },
+    ]
+    layout = figure_layout(
+        theme,
+        height=240,
+        shapes=shapes,
+        showlegend=len(tables) > 1,
+        xaxis={"title": {"text": "step"}, "showgrid": False},
+        yaxis={"title": {"text": f"step time, {unit}"}, "rangemode": "tozero"},
+    )
+    return {"data": data, "layout": layout}
+
+
+def wait_heatmap(analysis: Analysis, ranks: Sequence[RankResult], theme: Theme) -> Figure | None:
+    """Rank × collective: how long each rank waited in each kind of collective."""
+    colours = PALETTES[theme]
+    shown = {rank.rank for rank in ranks}
+    cells = [cell for cell in analysis.heatmap if cell.rank in shown]
+    if not cells:
+        return None
+    totals: dict[str, int] = {}
+    for cell in cells:
+        totals[cell.collective] = totals.get(cell.collective, 0) + cell.wait_ns
+    columns = sorted(totals, key=lambda name: -totals[name])[:40]
+    rows = sorted(shown)
+    scale, unit = time_scale(max(cell.wait_ns for cell in cells))
+    place = {(cell.rank, cell.collective): cell for cell in cells}
+    z = [[_waited(place.get((rank, name)), scale) for name in columns] for rank in rows]
+    words = [[_cell_words(place.get((rank, name))) for name in columns] for rank in rows]
+    data = [
+        {
+            "type": "heatmap",
+            "z": z,
+            "x": list(range(len(columns))),
+            "y": [f"rank {rank}" for rank in rows],
+            "customdata": words,
+            "colorscale": [[0, colours["ground"]], [1, colours["communication"]]],
+            "zmin": 0,
+            "xgap": 2,
+            "ygap": 2,
+            "hoverongaps": False,
+            "colorbar": {
+                "title": {"text": f"wait, {unit}", "side": "right"},
+                "thickness": 10,
+                "outlinewidth": 0,
+                "tickfont": {"size": 11},
+            },
+            "hovertemplate": "%{y}<br>%{customdata}<extra></extra>",
+        }
+    ]
+    layout = figure_layout(
+        theme,
+        height=max(170, 90 + 26 * len(rows)),
+        xaxis={
+            "tickvals": list(range(len(columns))),
+            "ticktext": [_short(name, 26) for name in columns],
+            "showgrid": False,
+            "tickangle": -20 if len(columns) > 3 else 0,
+        },
+        yaxis={"autorange": "reversed", "showgrid": False, "type": "category"},
+    )
+    return {"data": data, "layout": layout}
+
+
+def _waited(cell: Any, scale: float) -> float | None:
+    return None if cell is None else cell.wait_ns / scale
+
+
+def _cell_words(cell: Any) -> str:
+    if cell is None:
+        return "not in this collective"
+    return (
+        f"{escape(cell.collective)}<br>waited {units.duration(cell.wait_ns)}, transferred "
+        f"{units.duration(cell.transfer_ns)}, {units.count(cell.calls)} calls"
+    )
+
+
+def caused_wait(ranks: Sequence[RankResult], culprits: Sequence[int], theme: Theme) -> Figure:
+    """A bar a rank: how long all others together waited because this rank entered late."""
+    colours = PALETTES[theme]
+    known = [(rank.rank, rank.communication) for rank in ranks if rank.communication is not None]
+    scale, unit = time_scale(max((c.caused_wait_ns for _, c in known if c), default=0))
+    values = [c.caused_wait_ns if c else 0 for _, c in known]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": "caused wait",
+            "y": [f"rank {rank}" for rank, _ in known],
+            "x": [value / scale for value in values],
+            "marker": {
+                "color": [colours["fault" if rank in culprits else "communication"] for rank, _ in known]
+            },
+            "customdata": [units.duration(value) for value in values],
+            "hovertemplate": "%{y} made the others wait %{customdata}<extra></extra>",
+        }
+    ]
+    layout = figure_layout(
+        theme,
+        height=max(110, 56 + 24 * len(known)),
+        bargap=0.3,
+        xaxis={"title": {"text": f"wait caused to the others, {unit}"}, "rangemode": "tozero"},
+        yaxis={"autorange": "reversed", "showgrid": False, "type": "category"},
+    )
+    return {"data": data, "layout": layout}
+
+
+def memory_over_time(ranks: Sequence[RankResult], theme: Theme) -> Figure | None:
+    """Allocated (solid) and reserved (dotted) memory over time, a line a rank, and the device's capacity."""
+    colours = PALETTES[theme]
+    known = [(rank.rank, rank.summary.memory) for rank in ranks[:16] if rank.summary.memory is not None]
+    known = [(rank, memory) for rank, memory in known if memory is not None and memory.series]
+    if not known:
+        return None
+    begin = min(memory.series[0][0] for _, memory in known)
+    scale, unit = time_scale(max(memory.series[-1][0] for _, memory in known) - begin)
+    capacity = max((m.capacity_bytes or 0 for _, m in known), default=0)
+    top = max(max(a, r or 0) for _, memory in known for _, a, r in memory.series)
+    # A capacity far above the use would flatten the curve: it is then said in words instead.
+    drawn = capacity if capacity and capacity <= 4 * top else 0
+    size, size_unit = size_scale(max(top, drawn))
+    data: list[dict[str, Any]] = []
+    for position, (rank, memory) in enumerate(known):
+        times = [(time - begin) / scale for time, _, _ in memory.series]
+        fade = 1.0 if len(known) == 1 else 0.95 - 0.6 * position / len(known)
+        data.append(
+            _stairs(
+                f"rank {rank} allocated",
+                times,
+                [a / size for _, a, _ in memory.series],
+                colours["memory"],
+                "solid",
+                fade,
+                size_unit,
+            )
+        )
+        if any(reserved for _, _, reserved in memory.series):
+            data.append(
+                _stairs(
+                    f"rank {rank} reserved",
+                    times,
+                    [None if r is None else r / size for _, _, r in memory.series],
+                    colours["quiet"],
+                    "dot",
+                    fade,
+                    size_unit,
+                )
+            )
+    shapes = (
+        [
+            {
+                "type": "line",
+                "xref": "paper",
+                "x0": 0,
+                "x1": 1,
+                "y0": drawn / size,
+                "y1": drawn / size,
+                "line": {"width": 1.5, "dash": "dash", "color": colours["fault"]},
+            }
+        ]
+        if drawn
+        else []
+    )
+    notes = (
+        [
+            {
+                "xref": "paper",
+                "x": 1,
+                "y": drawn / size,
+                "xanchor": "right",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "text": f"capacity {units.size(drawn)}",
+                "font": {"size": 12, "color": colours["fault"]},
+            }
+        ]
+        if drawn
+        else []
+    )
+    layout = figure_layout(
+        theme,
+        height=320,
+        shapes=shapes,
+        annotations=notes,
+        showlegend=len(data) > 1,
+        xaxis={"title": {"text": f"time, {unit}"}, "showgrid": False},
+        yaxis={"title": {"text": size_unit}, "rangemode": "tozero"},
+    )
+    return {"data": data, "layout": layout}
+
+
+def _stairs(
+    name: str, x: list[float], y: list[Any], colour: str, dash: str, opacity: float, unit: str
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": x,
+        "y": y,
+        "opacity": opacity,
+        "line": {"shape": "hv", "width": 1.4, "color": colour, "dash": dash},
+        "hovertemplate": f"{name}: %{{y:.4~g}} {unit}<extra></extra>",
+    }
+
+
+def memory_at_peak(ranks: Sequence[RankResult], theme: Theme) -> Figure | None:
+    """A bar a rank: what was alive at its peak, by category."""
+    known = [
+        (rank.rank, rank.summary.memory)
+        for rank in ranks
+        if rank.summary.memory and rank.summary.memory.at_peak
+    ]
+    if not known:
+        return None
+    totals: dict[str, int] = {}
+    for _, memory in known:
+        for name, amount in (memory.at_peak if memory else {}).items():
+            totals[name] = totals.get(name, 0) + amount
+    names = sorted(totals, key=lambda name: -totals[name])
+    scale, unit = size_scale(max(sum(memory.at_peak.values()) for _, memory in known if memory))
+    parts = [
+        (
+            escape(name.replace("_", " ")),
+            [float(memory.at_peak.get(name, 0)) if memory else 0.0 for _, memory in known],
+            category_marker(position, name, theme),
+        )
+        for position, name in enumerate(names)
+    ]
+    return _bars(
+        [f"rank {rank}" for rank, _ in known], parts, f"alive at the peak, {unit}", theme, scale, units.size
+    )
+
+
+def category_marker(position: int, name: str, theme: Theme) -> dict[str, Any]:
+    """Tints of memory's colour, the largest category the fullest; what nobody owns is grey."""
+    colours = PALETTES[theme]
+    if name in ("unattributed", "other", "unknown"):
+        return {"color": colours["idle"]}
+    if "communication" in name:
+        return {"color": colours["communication"]}
+    return {"color": colours["memory"], "opacity": max(0.3, 1.0 - 0.17 * position)}
+
+
+def escape(text: str) -> str:
+    """Names of traces in hover texts, which Plotly reads as a small HTML."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _short(text: str, most: int) -> str:
+    return escape(text if len(text) <= most else text[: most - 1] + "…")

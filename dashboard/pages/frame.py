@@ -1,0 +1,95 @@
+"""The frame around every page: brand, run, tabs, controls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dash import dcc, html
+
+from trine.dashboard import units
+from trine.dashboard.catalogue import Run
+from trine.dashboard.components import choices, free_choice
+from trine.dashboard.parts import glyph, pill
+from trine.dashboard.urls import PAGES, State
+
+__all__ = ["frame", "state_line"]
+
+_KINDS = {"record": "native record", "traces": "traces of several ranks", "trace": "trace"}
+_STATES = {
+    "running": "running",
+    "silent": "silent for over two minutes",
+    "finished": "finished",
+    "failed": "failed",
+    "stopped": "stopped",
+}
+
+
+def frame(state: State, run: Run | None, ranks: tuple[int, ...], content: list[Any]) -> list[Any]:
+    """Header and content. ``ranks`` are those that the run has, for the control; empty while unknown."""
+    top = html.Header(
+        [
+            dcc.Link(
+                [glyph(None, size=26), html.Span("Trine")],
+                href=State(theme=state.theme).address,
+                className="brand",
+                title="All runs",
+            ),
+            html.Div(_title(state, run), className="run-title"),
+            html.Button(
+                "Light" if state.theme == "dark" else "Dark",
+                id="theme",
+                className="quiet-button",
+                **{
+                    "aria-label": "Switch to the light look"
+                    if state.theme == "dark"
+                    else "Switch to the dark look"
+                },
+            ),
+        ],
+        className="top",
+    )
+    tabs = _tabs(state, ranks) if state.page != "runs" and run is not None else None
+    return [top, *([tabs] if tabs is not None else []), html.Main(content, id="main", tabIndex=-1)]
+
+
+def _title(state: State, run: Run | None) -> list[Any]:
+    if state.page == "runs":
+        return [html.H1("Runs")]
+    if run is None:
+        return [html.H1(state.run or "")]
+    return [html.H1(run.id, title=str(run.path)), html.Div(state_line(run), id="run-state")]
+
+
+def state_line(run: Run) -> list[Any]:
+    """Kind, state and age of a run."""
+    state = run.state()
+    words = [pill(_STATES[state], state)] if state in _STATES else []
+    text = f"{_KINDS[run.kind]}, {units.size(run.size_bytes)}, updated {units.age(run.updated_s)}"
+    return [*words, html.Span(text, className="quiet")]
+
+
+def _tabs(state: State, ranks: tuple[int, ...]) -> Any:
+    links = [
+        dcc.Link(
+            title,
+            href=state.with_(page=page, begin_ns=None, end_ns=None).address,
+            className="tab here" if page == state.page else "tab",
+            **({"id": "here"} if page == state.page else {}),
+        )
+        for page, title in PAGES.items()
+        if page != "runs"
+    ]
+    controls = [
+        free_choice("steps", "Steps", ["complete", "all"], state.steps, "complete, all, 3:8"),
+    ]
+    if len(ranks) > 1:
+        controls.append(
+            choices(
+                "ranks", "Ranks", [(str(r), f"rank {r}") for r in ranks], [str(r) for r in state.ranks], "all"
+            )
+        )
+    return html.Nav(
+        [html.Div(links, className="tabs"), html.Div(controls, className="controls")],
+        className="navigation",
+        **{"aria-label": "Pages of this run"},
+    )

@@ -1,0 +1,103 @@
+"""Memory: over time for each rank, against what the device has, and what is alive at the peak."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dash import html
+
+from trine.dashboard import figures, units
+from trine.dashboard.components import graph
+from trine.dashboard.parts import section, table
+from trine.dashboard.view import View
+
+if TYPE_CHECKING:
+    from trine.analyzers.results import RankResult
+
+__all__ = ["body"]
+
+
+def body(view: View) -> list[Any]:
+    """The page; without any memory events, the reason and the remedy."""
+    theme = view.state.theme
+    ranks = figures.shown_ranks(view.analysis, view.state.ranks)
+    known = tuple(rank for rank in ranks if rank.summary.memory is not None)
+    if not known:
+        reasons = [note.message for note in view.analysis.data_quality if "memory" in note.id]
+        words = reasons[0] if reasons else "This source has no memory events."
+        remedy = "Record them with trine.profile, or with torch.profiler's profile_memory=True."
+        return [section("Memory", [html.P(words, id="no-memory"), html.P(remedy, className="quiet")])]
+    parts = [_over_time(known, theme), _at_peak(known, theme)]
+    owners = _owners(view)
+    return [part for part in (*parts, owners) if part is not None]
+
+
+def _over_time(ranks: tuple[RankResult, ...], theme: Any) -> Any:
+    rows = []
+    for rank in ranks:
+        memory = rank.summary.memory
+        assert memory is not None
+        bound = "at least " if memory.lower_bound else ""
+        rows.append(
+            [
+                str(rank.rank),
+                "device" if memory.kind == "device" else "host",
+                bound + units.size(memory.peak_bytes),
+                units.size(memory.reserved_peak_bytes),
+                units.size(memory.capacity_bytes),
+                units.ratio(memory.reserved_peak_bytes or memory.peak_bytes, memory.capacity_bytes),
+                units.count(memory.retries),
+            ]
+        )
+    names = ["Rank", "Memory of", "Peak", "Reserved peak", "Capacity", "Used of it", "Allocator retries"]
+    figure = figures.memory_over_time(ranks, theme)
+    picture = [graph(figure, "Memory over time by rank", "memory-time")] if figure is not None else []
+    notes = []
+    if any(rank.summary.memory and rank.summary.memory.lower_bound for rank in ranks):
+        notes.append("History was lost or began late, so peaks are lower bounds.")
+    if all(rank.summary.memory and rank.summary.memory.kind == "host" for rank in ranks):
+        notes.append("This is host memory.")
+    return section(
+        "Memory over time", [*picture, table(names, rows, (0, 2, 3, 4, 5, 6))], " ".join(notes) or None
+    )
+
+
+def _at_peak(ranks: tuple[RankResult, ...], theme: Any) -> Any:
+    figure = figures.memory_at_peak(ranks, theme)
+    if figure is None:
+        return section("Alive at the peak", html.P("The source does not say what was alive at the peak."))
+    totals: dict[str, list[int]] = {}
+    for rank in ranks:
+        for name, amount in (rank.summary.memory.at_peak if rank.summary.memory else {}).items():
+            totals.setdefault(name, []).append(amount)
+    whole = sum(sum(values) for values in totals.values())
+    rows = [
+        [name.replace("_", " "), units.size(max(values)), units.ratio(sum(values), whole)]
+        for name, values in sorted(totals.items(), key=lambda item: -sum(item[1]))
+    ]
+    picture = graph(figure, "Memory alive at the peak by category", "memory-peak")
+    return section(
+        "Alive at the peak", [picture, table(["Category", "Most on a rank", "Share"], rows, (1, 2))]
+    )
+
+
+def _owners(view: View) -> Any:
+    """What the record itself says of the model: sizes of parameters, gradients and optimizer state."""
+    rows = []
+    for rank in view.analysis.ranks[:16]:
+        model = rank.summary.metadata.get("model")
+        if isinstance(model, dict) and model.get("parameter_bytes"):
+            rows.append(
+                [
+                    str(rank.rank),
+                    str(model.get("class") or units.NOTHING),
+                    units.count(model.get("parameters")),
+                    units.size(model.get("parameter_bytes")),
+                    units.size(model.get("gradient_bytes")),
+                    units.size(model.get("optimizer_bytes")),
+                ]
+            )
+    if not rows:
+        return None
+    names = ["Rank", "Model", "Parameters", "Parameter bytes", "Gradient bytes", "Optimizer bytes"]
+    return section("What the model holds", table(names, rows, (0, 2, 3, 4, 5)))

@@ -1,0 +1,234 @@
+"""Recommendations: each finding with its evidence, the change to copy, and what it would gain."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dash import dcc, html
+
+from trine.dashboard import units
+from trine.dashboard.components import copy_button
+from trine.dashboard.parts import pill, section, table
+from trine.dashboard.urls import State
+from trine.dashboard.view import View
+
+if TYPE_CHECKING:
+    from trine.analyzers.results import Analysis, Finding, Gain, Recommendation
+
+__all__ = ["body", "finding_line", "toml_of"]
+
+
+def body(view: View) -> list[Any]:
+    """A card a finding, the most at stake first; then what the run is not bound by."""
+    found = view.analysis.findings
+    cards = [_card(finding, view.analysis) for finding in found]
+    if not cards:
+        cards = [
+            html.P(
+                "No fault was found, and no change with a predicted gain of at least 5 % of the step.",
+                id="no-findings",
+            )
+        ]
+    parts: list[Any] = [html.P(view.analysis.verdict.sentence, className="verdict-sentence lone"), *cards]
+    if view.analysis.not_bound_by:
+        rows = [[item.id.replace("-", " "), item.statement] for item in view.analysis.not_bound_by]
+        parts.append(section("Not bound by", table(["", "The number that says so"], rows)))
+    return parts
+
+
+def finding_line(finding: Finding, analysis: Analysis, link: State) -> Any:
+    """One line on the overview: kind, title, gain."""
+    gain = _gain(finding)
+    words = f"would gain {units.duration(gain.mid)} a step" if gain is not None else "no predicted gain"
+    return dcc.Link(
+        [
+            pill(finding.kind, finding.kind),
+            html.Span(finding.title, className="finding-title"),
+            _gain_bar(gain, _step_ns(finding, analysis)) if gain is not None else None,
+            html.Span(words, className="finding-gain"),
+        ],
+        href=link.address,
+        className="finding-line",
+    )
+
+
+def toml_of(change: Mapping[str, Any]) -> str:
+    """Dotted keys as the TOML that the runtime reads: a table a section.
+
+    >>> print(toml_of({"precision.dtype": "bf16", "data.workers": 4}))
+    [data]
+    workers = 4
+    <BLANKLINE>
+    [precision]
+    dtype = "bf16"
+    """
+    tables: dict[str, list[str]] = {}
+    for key, value in sorted(change.items()):
+        name, _, last = key.rpartition(".")
+        tables.setdefault(name, []).append(f"{last} = {_toml_value(value)}")
+    blocks = [("\n".join(([f"[{name}]"] if name else []) + lines)) for name, lines in tables.items()]
+    return "\n\n".join(blocks)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _card(finding: Finding, analysis: Analysis) -> Any:
+    advice = finding.recommendation
+    gain = _gain(finding)
+    parts: list[Any] = [
+        html.Div(
+            [
+                pill(finding.kind, finding.kind),
+                html.Code(finding.id, className="finding-id"),
+                html.Span(f"{units.percent(finding.severity)} of the step at stake", className="stake quiet")
+                if finding.severity
+                else None,
+            ],
+            className="card-head",
+        ),
+        html.H2(finding.title),
+        html.Div(
+            [_evidence(finding), _advice(advice, gain, _step_ns(finding, analysis))], className="card-columns"
+        ),
+    ]
+    return html.Article(parts, className=f"card {finding.kind}", id=f"finding-{finding.id}")
+
+
+def _evidence(finding: Finding) -> Any:
+    rows = [[_words(key), _evidence_value(key, value)] for key, value in finding.evidence.items()]
+    return html.Div([html.H3("Evidence"), table(["What", "How much"], rows, (1,))])
+
+
+def _advice(advice: Recommendation | None, gain: Gain | None, step_ns: int | None) -> Any:
+    if advice is None:
+        return html.Div([html.H3("Change"), html.P("There is no recommendation for this.")])
+    parts: list[Any] = [html.H3("Change")]
+    if advice.change:
+        text = toml_of(advice.change)
+        parts.append(html.Div([html.Pre(text), copy_button(text, "Copy this change")], className="change"))
+    parts.append(html.P(advice.why))
+    parts.append(html.H3("Predicted gain"))
+    if gain is None:
+        parts.append(html.P("It cannot be predicted from what was recorded.", className="quiet"))
+    else:
+        parts += [_gain_bar(gain, step_ns), _gain_words(gain, advice, step_ns)]
+    parts += [html.H3("What it does to the numbers"), html.P(advice.numerics)]
+    if advice.predicted is not None:
+        prediction = advice.predicted
+        inputs = [[_words(key), _evidence_value(key, value)] for key, value in prediction.inputs.items()]
+        detail: list[Any] = [html.Summary("How it was predicted"), html.P(html.Code(prediction.formula))]
+        if inputs:
+            detail.append(table(["Input", "Value"], inputs, (1,)))
+        parts.append(html.Details(detail))
+    return html.Div(parts)
+
+
+def _gain_words(gain: Gain, advice: Recommendation, step_ns: int | None) -> Any:
+    low, mid, high = (units.duration(value) for value in (gain.low, gain.mid, gain.high))
+    rows = [["gain a step", low, mid, high]]
+    if step_ns:
+        rows.append(
+            ["share of the step", *(units.ratio(v, step_ns) for v in (gain.low, gain.mid, gain.high))]
+        )
+    after = advice.predicted.step_time_ns if advice.predicted is not None else None
+    if after is not None:
+        rows.append(["step time after", *(units.duration(v) for v in (after.low, after.mid, after.high))])
+    change = advice.predicted.peak_bytes_change if advice.predicted is not None else None
+    if change is not None:
+        rows.append(["peak memory", "", units.size(change), ""])
+    return table(["", "Low", "Mid", "High"], rows, (1, 2, 3))
+
+
+def _gain_bar(gain: Gain, step_ns: int | None) -> Any:
+    """The step as a bar, the gain cut from it: solid to the low end, pale to the high, a mark at mid."""
+    whole = max(step_ns or 0, gain.high, 1)
+    low, mid, high = (f"{100 * max(0, value) / whole:.2f}%" for value in (gain.low, gain.mid, gain.high))
+    words = f"gain {units.duration(gain.low)} to {units.duration(gain.high)}, mid {units.duration(gain.mid)}"
+    return html.Div(
+        [
+            html.Span(className="gain-high", style={"width": high}),
+            html.Span(className="gain-low", style={"width": low}),
+            html.Span(className="gain-mid", style={"left": mid}),
+        ],
+        className="gain-bar",
+        role="img",
+        title=words,
+        **{"aria-label": words},
+    )
+
+
+def _gain(finding: Finding) -> Gain | None:
+    advice = finding.recommendation
+    return advice.predicted.gain_ns if advice is not None and advice.predicted is not None else None
+
+
+def _step_ns(finding: Finding, analysis: Analysis) -> int | None:
+    """The step before the change: the prediction's own, else the median."""
+    advice = finding.recommendation
+    predicted = advice.predicted if advice is not None else None
+    if predicted is not None and predicted.gain_ns is not None and predicted.step_time_ns is not None:
+        return predicted.gain_ns.mid + predicted.step_time_ns.mid
+    return analysis.step_statistics.median_ns if analysis.step_statistics is not None else None
+
+
+_UNITS = re.compile(r"_(ns|bytes|bytes_per_s|flops_per_s|share|ratio)$")
+
+
+def _words(key: str) -> str:
+    return _UNITS.sub("", key).replace("_", " ").replace("/", " / ")
+
+
+def _evidence_value(key: str, value: Any) -> Any:
+    """A value by the unit that ends its name."""
+    if isinstance(value, Mapping):
+        return html.Ul(
+            [
+                html.Li(f"{_words(str(k))}: {_flat(str(k) if _UNITS.search(str(k)) else key, v)}")
+                for k, v in value.items()
+            ],
+            className="plain",
+        )
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+        return html.Ul(
+            [
+                html.Li(", ".join(f"{_words(str(k))} {_flat(str(k), v)}" for k, v in item.items()))
+                if isinstance(item, Mapping)
+                else html.Li(_flat(key, item))
+                for item in value
+            ],
+            className="plain",
+        )
+    return _flat(key, value)
+
+
+def _flat(key: str, value: Any) -> str:
+    if value is None:
+        return units.NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_flat(key, item) for item in value)
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if key.endswith("_ns"):
+        return units.duration(value)
+    if key.endswith("bytes_per_s"):
+        return units.bandwidth(value)
+    if key.endswith("flops_per_s"):
+        return units.flops(value, "FLOP/s")
+    if key.endswith("_bytes") or key == "bytes":
+        return units.size(value)
+    if key.endswith(("_share", "_ratio", "efficiency", "mfu", "utilization")) or key == "share":
+        return units.percent(value)
+    return f"{value:.4g}" if isinstance(value, float) else units.count(value)
