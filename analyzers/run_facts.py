@@ -317,7 +317,12 @@ def _configuration(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "attention",
         "configuration",
     )
-    return {key: metadata[key] for key in keys if metadata.get(key) is not None}
+    found = {key: metadata[key] for key in keys if metadata.get(key) is not None}
+    model = found.get("model")
+    if isinstance(model, Mapping):
+        # Sizes of gradients and states are what was measured, not what was asked for.
+        found["model"] = {key: value for key, value in model.items() if not key.endswith("_bytes")}
+    return found
 
 
 def _hash(configuration: Mapping[str, Any]) -> str:
