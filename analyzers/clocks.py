@@ -43,6 +43,11 @@ class Clock:
         return abs(self.offset_ns) <= max(AGREEING_NS, self.uncertainty_ns)
 
     @property
+    def stated_ns(self) -> int:
+        """What to report: the measured offset, or 0 where it is too unsure to be told from 0."""
+        return 0 if self.agrees and self.uncertainty_ns > AGREEING_NS else self.offset_ns
+
+    @property
     def correction_ns(self) -> int:
         """What to add before times of different ranks are compared."""
         return 0 if self.agrees else self.offset_ns

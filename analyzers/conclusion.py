@@ -95,7 +95,7 @@ def _missing(job: Job, summaries: Sequence[RankSummary]) -> tuple[int, ...]:
 
 
 def _offset(clocks: dict[int, Clock], rank: int, matched: bool) -> int | None:
-    return clocks[rank].offset_ns if matched and rank in clocks else None
+    return clocks[rank].stated_ns if matched and rank in clocks else None
 
 
 def _unshared(alone: Sequence[Calls], clocks: dict[int, Clock]) -> list[Blame]:

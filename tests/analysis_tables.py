@@ -136,19 +136,18 @@ def calls_at(
     starts: Sequence[int],
     ends: Sequence[int],
     operation: str = "all_reduce",
-    group: str | None = "0",
+    group: str | Sequence[str] | None = "0",
     **columns: Any,
 ) -> list[dict[str, Any]]:
     """Calls of one operation; further columns are sequences or one value for all."""
     return [
         {
             "operation": operation,
-            "group": group,
             "start_ns": int(start),
             "end_ns": int(end),
             **{
                 name: value if np.isscalar(value) or value is None else value[row]
-                for name, value in columns.items()
+                for name, value in {"group": group, **columns}.items()
             },
         }
         for row, (start, end) in enumerate(zip(starts, ends, strict=True))
