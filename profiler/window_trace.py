@@ -1,0 +1,141 @@
+"""One deep window: a ``torch.profiler`` session around a few steps, and a user's profiler that comes first.
+
+PyTorch has one profiler a process. Starting a second one breaks the first, so a window stays out while
+another is prepared or running, and makes way for one that begins meanwhile: :class:`OtherProfilers` knows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["OtherProfilers", "WindowTrace", "compress"]
+
+logger = logging.getLogger("trine")
+
+
+class OtherProfilers:
+    """Watches for profilers that are not ours, through ``torch.autograd.profiler.profile``, which all of them use.
+
+    ``make_way`` is called, in the thread that starts one, just before it starts.
+    """
+
+    def __init__(self, make_way: Callable[[], None]) -> None:
+        from torch.autograd.profiler import profile
+
+        self._class: Any = profile
+        self._make_way = make_way
+        self._others: set[int] = set()
+        self.ours_starts = False
+        self._prepare = profile._prepare_trace
+        self._exit = profile.__exit__
+        watch = self
+
+        def prepare(profiler: Any) -> Any:
+            if not watch.ours_starts:
+                watch._others.add(id(profiler))
+                watch._make_way()
+            return watch._prepare(profiler)
+
+        def leave(profiler: Any, *arguments: Any) -> Any:
+            watch._others.discard(id(profiler))
+            return watch._exit(profiler, *arguments)
+
+        self._installed = (prepare, leave)
+        self._class._prepare_trace, self._class.__exit__ = prepare, leave
+
+    def running(self) -> bool:
+        """Whether somebody else's profiler is prepared or running."""
+        import torch
+
+        return bool(self._others) or bool(torch.autograd._profiler_enabled())
+
+    def close(self) -> None:
+        """Stop watching, unless somebody has wrapped the class after us."""
+        prepare, leave = self._installed
+        if self._class._prepare_trace is prepare:
+            self._class._prepare_trace = self._prepare
+        if self._class.__exit__ is leave:
+            self._class.__exit__ = self._exit
+
+
+class WindowTrace:
+    """A running window. Created and used in the training thread, between steps."""
+
+    def __init__(self, others: OtherProfilers, stacks: bool, memory: bool) -> None:
+        """Start the profiler. Raises ``RuntimeError`` where PyTorch cannot."""
+        from torch.profiler import profile, supported_activities
+
+        quiet = "KINETO_LOG_LEVEL" not in os.environ
+        if quiet:  # else Kineto writes lines to the user's standard error
+            os.environ["KINETO_LOG_LEVEL"] = "99"
+        others.ours_starts = True
+        try:
+            self._profiler = profile(
+                activities=supported_activities(),
+                record_shapes=True,
+                profile_memory=memory,
+                with_stack=stacks,
+            )
+            self._profiler.start()
+        finally:
+            others.ours_starts = False
+            if quiet:
+                os.environ.pop("KINETO_LOG_LEVEL", None)
+        self._mark: Any = None
+        self.steps: list[int] = []
+
+    def begin_step(self, index: int) -> None:
+        """Mark the step as PyTorch's own schedule does."""
+        import torch
+
+        self._mark = torch.autograd.profiler.record_function(f"ProfilerStep#{index}")
+        self._mark.__enter__()
+
+    def end_step(self, index: int) -> None:
+        """The step is over, and kept."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.__exit__(None, None, None)
+            self.steps.append(index)
+
+    def stop(self) -> None:
+        """Stop collecting; the trace is kept until :meth:`save`."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.__exit__(None, None, None)
+        if self.steps:
+            told = json.dumps({"steps": self.steps})
+            self._profiler.add_metadata_json("trine", told)
+        self._profiler.stop()
+
+    def save(self, path: Path) -> None:
+        """Write the trace as JSON. Kineto holds the interpreter while it writes, so no thread would help."""
+        self._profiler.export_chrome_trace(str(path))
+
+
+def compress(source: Path, target: Path, failed: Callable[[Exception], None]) -> threading.Thread:
+    """Gzip ``source`` to ``target`` in a thread (zlib lets others run), then remove it; a reader sees all or nothing."""
+
+    def work() -> None:
+        part = target.with_suffix(".part")
+        try:
+            with source.open("rb") as plain, gzip.open(part, "wb", compresslevel=1) as packed:
+                shutil.copyfileobj(plain, packed, 1 << 20)
+            part.replace(target)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            failed(error)
+        finally:
+            source.unlink(missing_ok=True)
+
+    thread = threading.Thread(target=work, name="trine-window", daemon=True)
+    thread.start()
+    return thread
