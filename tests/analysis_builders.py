@@ -211,7 +211,7 @@ def build(
     step_ns: int = 100 * MS,
     collectives: tuple[CollectiveResult, ...] | None = None,
     hardware: Hardware | None = None,
-    step_statistics: StepStatistics | None | str = "default",
+    step_statistics: StepStatistics | str | None = "default",
     **changes: Any,
 ) -> Analysis:
     """An analysis of two healthy ranks of a native record, changed as asked."""
