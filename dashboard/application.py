@@ -13,7 +13,7 @@ from trine.dashboard.background import Outcome
 from trine.dashboard.catalogue import Run
 from trine.dashboard.components import provider
 from trine.dashboard.pages import communication, live, memory, overview, recommendations, runs, timeline
-from trine.dashboard.pages.frame import frame, state_line
+from trine.dashboard.pages.frame import controls, frame, state_line
 from trine.dashboard.parts import notice
 from trine.dashboard.service import Service
 from trine.dashboard.view import View
@@ -93,13 +93,12 @@ def _page(service: Service, state: urls.State) -> list[Any]:
     run = service.catalogue.find(state.run or "")
     outcome = service.analysis(run, state.steps)
     content = [
-        dcc.Store(id="token", data=_token(run, outcome)),
+        dcc.Store(id="token", data=_token(run, outcome, _before(service, state))),
         dcc.Interval(id="page-tick", interval=_pace(run, outcome)),
         *_live(service, run, state),
         html.Div(_body(service, run, outcome, state), id="body"),
     ]
-    ranks = tuple(outcome.value.source.ranks) if outcome.value is not None else ()
-    return frame(state, run, ranks, content)
+    return frame(state, run, _ranks(outcome), content)
 
 
 def _notes(service: Service) -> list[Any]:
@@ -133,7 +132,7 @@ def _body(service: Service, run: Run, outcome: Outcome, state: urls.State) -> li
 
 
 def _before(service: Service, state: urls.State) -> Analysis | None:
-    if state.against is None:
+    if state.against is None or state.page != "overview":
         return None
     try:
         other = service.catalogue.find(state.against)
@@ -143,9 +142,13 @@ def _before(service: Service, state: urls.State) -> Analysis | None:
     return value
 
 
-def _token(run: Run, outcome: Outcome) -> str:
+def _token(run: Run, outcome: Outcome, before: Analysis | None) -> str:
     """Changes when the body must be drawn anew."""
-    return f"{outcome.state}:{outcome.version}"
+    return f"{outcome.state}:{outcome.version}:{before is not None}"
+
+
+def _ranks(outcome: Outcome) -> tuple[int, ...]:
+    return tuple(outcome.value.source.ranks) if outcome.value is not None else ()
 
 
 def _pace(run: Run, outcome: Outcome) -> int:
@@ -164,6 +167,7 @@ def _refresh(app: Dash, service: Service) -> None:
         Output("token", "data"),
         Output("page-tick", "interval"),
         Output("run-state", "children"),
+        Output("controls", "children"),
         Input("page-tick", "n_intervals"),
         State("token", "data"),
         State("url", "pathname"),
@@ -173,21 +177,22 @@ def _refresh(app: Dash, service: Service) -> None:
     def refresh(_: int | None, token: str, path: str | None, search: str | None) -> Any:
         state = urls.parse(path, search)
         if state.page == "runs":
-            return no_update, no_update, no_update, no_update
+            return [no_update] * 5
         try:
             run = service.catalogue.find(state.run or "")
             outcome = service.analysis(run, state.steps)
-            new = _token(run, outcome)
-            if state.page == "overview" and state.against is not None:
-                new += ":against" if _before(service, state) is not None else ""
+            before = _before(service, state)
+            new = _token(run, outcome, before)
+            pace, line = _pace(run, outcome), state_line(run)
             if new == token:
-                return no_update, no_update, _pace(run, outcome), state_line(run)
+                return no_update, no_update, pace, line, no_update
             drawn = token.startswith("ready") and state.page == "timeline"
             # A timeline that is on show keeps its place; it says itself that there is newer data.
             body = no_update if drawn else _body(service, run, outcome, state)
-            return body, new, _pace(run, outcome), state_line(run)
+            return body, new, pace, line, controls(state, _ranks(outcome))
         except TrineError as error:
-            return [notice("This cannot be shown", str(error), "fault")], "gone", _RESTING_MS, no_update
+            gone = [notice("This cannot be shown", str(error), "fault")]
+            return gone, "gone", _RESTING_MS, no_update, no_update
 
 
 def _list(app: Dash, service: Service) -> None:

@@ -1,6 +1,6 @@
 """Which runs lie under the given roots, found by name and by the first kilobytes, never by reading all.
 
-A run is a native record (a folder with ``run.json``), a folder of traces of one job, or a single
+A run is a native record (a folder that :mod:`trine.profiler` wrote), a folder of traces of one job, or a single
 trace. A run is known by an identifier made here and looked up here: no path from a request is ever
 joined to a root, so nothing outside the roots can be asked for.
 """
@@ -16,10 +16,12 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from trine.record.errors import UnreadableInput
+from trine.record.readers import native
 
 __all__ = ["Catalogue", "Run"]
 
@@ -33,6 +35,8 @@ _MOST_ENTRIES = 50_000
 _FRESH_S = 2.0
 #: A record that says it is running but has been silent for this long no longer is.
 _SILENT_S = 120.0
+#: Ranks whose state is read; the others of a larger run end with them.
+_MOST_STATES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +57,30 @@ class Run:
         ``failed`` or ``stopped`` of a record; ``trace`` of anything else."""
         if self.kind != "record":
             return "trace"
-        state = str(self.description().get("state", "running"))
+        said = _said_state(str(self.path), self.fingerprint)
         passed = (time.time() if now_s is None else now_s) - self.updated_s
-        return "silent" if state == "running" and passed > _SILENT_S else state
+        return "silent" if said == "running" and passed > _SILENT_S else said
 
-    def description(self) -> dict[str, Any]:
-        """``run.json`` of a record; empty where there is none, or while it is being written."""
+
+@lru_cache(maxsize=4096)
+def _said_state(path: str, fingerprint: str) -> str:
+    """What the ranks of the newest attempt say: the worst that any says, running while one runs.
+
+    ``fingerprint`` is only there to ask again when a file has changed.
+    """
+    attempts = sorted(Path(path).glob("attempt-*"))
+    home = attempts[-1] if attempts else Path(path)
+    said = set()
+    for description in sorted(home.glob("rank-*/rank.json"))[:_MOST_STATES]:
         try:
-            value = json.loads((self.path / "run.json").read_bytes())
+            value = json.loads(description.read_bytes())
         except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
+            continue  # it is being replaced: the next look reads it
+        said.add(str(value.get("state", "running")) if isinstance(value, dict) else "running")
+    for state in ("failed", "running", "stopped", "finished"):
+        if state in said:
+            return state
+    return "running" if not said else sorted(said)[0]
 
 
 class Catalogue:
@@ -145,7 +162,7 @@ def _runs_under(root: Path, budget: list[int], depth: int = 0) -> Iterator[tuple
     except OSError:
         return
     budget[0] -= len(entries)
-    if any(entry.name == "run.json" for entry in entries):
+    if native.recognizes(root):
         yield root, "record", _files_of_record(root, budget)
         return
     traces = [Path(entry.path) for entry in entries if _may_be_trace(entry)]

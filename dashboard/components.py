@@ -129,10 +129,11 @@ def grid(id: str, columns: Sequence[dict[str, Any]], rows: Sequence[dict[str, An
             "sortable": True,
             "resizable": True,
             "filter": True,
-            "suppressHeaderMenuButton": False,
+            # A filter on every column of a short table is clutter.
+            "suppressHeaderFilterButton": len(rows) <= 12,
+            "suppressHeaderMenuButton": True,
         },
         columnSize="responsiveSizeToFit",
-        columnSizeOptions={"skipHeader": False},
         dashGridOptions={
             "theme": {
                 "function": "themeQuartz.withPart(agGrid.colorSchemeVariable).withParams({"

@@ -263,6 +263,7 @@ def wait_heatmap(analysis: Analysis, ranks: Sequence[RankResult], theme: Theme) 
             "customdata": words,
             "colorscale": [[0, colours["ground"]], [1, colours["communication"]]],
             "zmin": 0,
+            "zmax": max(max(cell.wait_ns for cell in cells) / scale, 1e-9),
             "xgap": 2,
             "ygap": 2,
             "hoverongaps": False,

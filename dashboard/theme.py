@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["FONT", "PALETTES", "Theme", "figure_layout"]
+__all__ = ["FONT", "PALETTES", "Theme", "figure_layout", "merged"]
 
 Theme = Literal["light", "dark"]
 
@@ -82,7 +82,13 @@ def figure_layout(theme: Theme, **overrides: Any) -> dict[str, Any]:
         "xaxis": dict(axis),
         "yaxis": dict(axis),
     }
-    for key, value in overrides.items():
-        old = layout.get(key)
-        layout[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
-    return layout
+    return merged(layout, overrides)
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes``, dictionaries within dictionaries alike."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result

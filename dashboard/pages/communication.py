@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dash import html
@@ -66,10 +67,8 @@ def _culprits(analysis: Analysis) -> list[int]:
     named: set[int] = set()
     for finding in analysis.findings:
         if finding.id == "straggler":
-            for key in ("rank", "ranks"):
-                value = finding.evidence.get(key)
-                values = value if isinstance(value, (list, tuple)) else [value]
-                named.update(rank for rank in values if isinstance(rank, int))
+            late = finding.evidence.get("ranks", ())
+            named.update(item["rank"] for item in late if isinstance(item, Mapping) and "rank" in item)
     return sorted(named)
 
 
@@ -142,12 +141,12 @@ def _collectives(analysis: Analysis, theme: Any) -> Any:
         {"field": "group", "headerName": "Group", "minWidth": 90, "tooltipField": "group"},
         {"field": "ranks", "headerName": "Ranks", "minWidth": 80, "tooltipField": "ranks"},
         {"field": "calls", "headerName": "Calls", "number": True, "minWidth": 80},
-        {"field": "bytes", "headerName": "Bytes a call", "number": True, "minWidth": 110},
-        {"field": "transfer", "headerName": "Transfer", "number": True, "sort": "desc", "minWidth": 100},
-        {"field": "wait", "headerName": "Wait, all ranks", "number": True, "minWidth": 120},
+        {"field": "bytes", "headerName": "Bytes a call", "number": True, "minWidth": 120},
+        {"field": "transfer", "headerName": "Transfer", "number": True, "sort": "desc", "minWidth": 115},
+        {"field": "wait", "headerName": "Wait, all ranks", "number": True, "minWidth": 135},
         {"field": "algbw", "headerName": "algbw", "number": True, "minWidth": 95},
         {"field": "busbw", "headerName": "busbw", "number": True, "minWidth": 95},
-        {"field": "cause", "headerName": "Waited for", "minWidth": 110, "tooltipField": "cause"},
+        {"field": "cause", "headerName": "Waited for", "minWidth": 150, "tooltipField": "cause"},
     ]
     rows = []
     for item in analysis.collectives:

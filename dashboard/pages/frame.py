@@ -12,7 +12,7 @@ from trine.dashboard.components import choices, free_choice
 from trine.dashboard.parts import glyph, pill
 from trine.dashboard.urls import PAGES, State
 
-__all__ = ["frame", "state_line"]
+__all__ = ["controls", "frame", "state_line"]
 
 _KINDS = {"record": "native record", "traces": "traces of several ranks", "trace": "trace"}
 _STATES = {
@@ -68,28 +68,31 @@ def state_line(run: Run) -> list[Any]:
     return [*words, html.Span(text, className="quiet")]
 
 
+def controls(state: State, ranks: tuple[int, ...]) -> list[Any]:
+    """What of the run is shown; the choice of ranks comes once they are known."""
+    shown = [free_choice("steps", "Steps", ["complete", "all"], state.steps, "complete, all, 3:8")]
+    if len(ranks) > 1:
+        options = [(str(rank), f"rank {rank}") for rank in ranks]
+        shown.append(choices("ranks", "Ranks", options, [str(rank) for rank in state.ranks], "all"))
+    return shown
+
+
 def _tabs(state: State, ranks: tuple[int, ...]) -> Any:
     links = [
         dcc.Link(
             title,
             href=state.with_(page=page, begin_ns=None, end_ns=None).address,
-            className="tab here" if page == state.page else "tab",
+            className="page-tab here" if page == state.page else "page-tab",
             **({"id": "here"} if page == state.page else {}),
         )
         for page, title in PAGES.items()
         if page != "runs"
     ]
-    controls = [
-        free_choice("steps", "Steps", ["complete", "all"], state.steps, "complete, all, 3:8"),
-    ]
-    if len(ranks) > 1:
-        controls.append(
-            choices(
-                "ranks", "Ranks", [(str(r), f"rank {r}") for r in ranks], [str(r) for r in state.ranks], "all"
-            )
-        )
     return html.Nav(
-        [html.Div(links, className="tabs"), html.Div(controls, className="controls")],
+        [
+            html.Div(links, className="tabs"),
+            html.Div(controls(state, ranks), className="controls", id="controls"),
+        ],
         className="navigation",
         **{"aria-label": "Pages of this run"},
     )

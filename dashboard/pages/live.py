@@ -11,7 +11,7 @@ from trine.dashboard.components import graph
 from trine.dashboard.figures import phase_markers
 from trine.dashboard.live import Feed, MemoryRow, StepRow, Update
 from trine.dashboard.parts import section
-from trine.dashboard.theme import PALETTES, Theme, figure_layout
+from trine.dashboard.theme import PALETTES, Theme, figure_layout, merged
 from trine.record.model import PHASES
 
 __all__ = ["GRAPHS", "body", "drawing", "extend", "summary", "traces_of"]
@@ -143,9 +143,7 @@ def _layout(theme: Theme, x: str, y: str, legend: bool, **more: Any) -> dict[str
         xaxis={"title": {"text": x}, "showgrid": False},
         yaxis={"title": {"text": y}, "rangemode": "tozero"},
     )
-    for key, value in more.items():
-        layout[key] = {**layout[key], **value} if isinstance(value, dict) else value
-    return layout
+    return merged(layout, more)
 
 
 def _line(name: str, x: list[Any], y: list[Any], colour: str, position: int, count: int) -> dict[str, Any]:

@@ -92,8 +92,10 @@ def _facts(analysis: Analysis, before: Analysis | None) -> Any:
     source, statistics, mfu = analysis.source, analysis.step_statistics, analysis.mfu
     rows: list[tuple[str, Any, str | None]] = []
     if statistics is not None:
-        interval = f"{units.duration(statistics.low_ns)} to {units.duration(statistics.high_ns)}"
-        rows.append(("Step time", units.duration(statistics.median_ns), f"median; 95 % interval {interval}"))
+        words = "one step, so no interval"
+        if statistics.count > 1:
+            words = f"median; 95 % interval {_interval(statistics)}"
+        rows.append(("Step time", units.duration(statistics.median_ns), words))
         earlier = before.step_statistics if before is not None else None
         if earlier is not None:
             change = statistics.median_ns / earlier.median_ns - 1
@@ -225,10 +227,12 @@ def _steps(analysis: Analysis, ranks: tuple[RankResult, ...], theme: Any) -> Any
     if len(rows) > 1:
         rows.insert(0, _statistics_row("slowest of each step", statistics))
     names = ["Rank", "Steps", "Median", "95 % interval", "95th percentile", "Warm-up", "Outliers"]
+    if statistics.count == 1:
+        names, rows = ["Rank", "Step time"], [[row[0], row[2]] for row in rows]
     figure = figures.step_times(analysis, ranks, theme)
     picture = [graph(figure, "Step time over steps", "step-times")] if figure is not None else []
     note = "The band is the interval of the median." if figure is not None else None
-    return section("Step times", [*picture, table(names, rows, (1, 2, 3, 4))], note)
+    return section("Step times", [*picture, table(names, rows, range(1, min(5, len(names))))], note)
 
 
 def _statistics_row(name: str, own: Any) -> list[Any]:
@@ -236,11 +240,15 @@ def _statistics_row(name: str, own: Any) -> list[Any]:
         name,
         str(own.count),
         units.duration(own.median_ns),
-        f"{units.duration(own.low_ns)} to {units.duration(own.high_ns)}",
-        units.duration(own.p95_ns),
+        _interval(own) if own.count > 1 else units.NOTHING,
+        units.duration(own.p95_ns) if own.count > 1 else units.NOTHING,
         _some(own.warm_up),
         _some(own.outliers),
     ]
+
+
+def _interval(own: Any) -> str:
+    return f"{units.duration(own.low_ns)} to {units.duration(own.high_ns)}"
 
 
 def _some(steps: tuple[int, ...]) -> str:
@@ -284,10 +292,7 @@ def _mfu(analysis: Analysis) -> Any:
 def _healthy(analysis: Analysis) -> Any:
     if not analysis.not_bound_by:
         return None
-    rows = [
-        html.Li([html.Strong(item.id.replace("-", " ")), " ", item.statement])
-        for item in analysis.not_bound_by
-    ]
+    rows = [html.Li(item.statement) for item in analysis.not_bound_by]
     return section("Not bound by", html.Ul(rows, className="plain"))
 
 

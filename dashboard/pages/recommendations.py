@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dash import dcc, html
@@ -33,8 +33,8 @@ def body(view: View) -> list[Any]:
         ]
     parts: list[Any] = [html.P(view.analysis.verdict.sentence, className="verdict-sentence lone"), *cards]
     if view.analysis.not_bound_by:
-        rows = [[item.id.replace("-", " "), item.statement] for item in view.analysis.not_bound_by]
-        parts.append(section("Not bound by", table(["", "The number that says so"], rows)))
+        rows = [html.Li(item.statement) for item in view.analysis.not_bound_by]
+        parts.append(section("Not bound by", html.Ul(rows, className="plain")))
     return parts
 
 
@@ -106,8 +106,26 @@ def _card(finding: Finding, analysis: Analysis) -> Any:
 
 
 def _evidence(finding: Finding) -> Any:
-    rows = [[_words(key), _evidence_value(key, value)] for key, value in finding.evidence.items()]
-    return html.Div([html.H3("Evidence"), table(["What", "How much"], rows, (1,))])
+    """Plain values in one table; a list of alike rows, such as late ranks, in one of its own."""
+    plain: list[list[Any]] = []
+    parts: list[Any] = []
+    for key, value in finding.evidence.items():
+        if isinstance(value, (list, tuple)) and value and all(isinstance(item, Mapping) for item in value):
+            parts += [html.H3(_words(key).capitalize()), _rows_of(value)]
+        else:
+            plain.append([_words(key), _evidence_value(key, value)])
+    shown = [table(["What", "How much"], plain, (1,))] if plain else []
+    return html.Div([html.H3("Evidence"), *shown, *parts])
+
+
+def _rows_of(items: Sequence[Mapping[str, Any]]) -> Any:
+    """One item: a line a key. Several: a line an item, a column a key that any of them fills."""
+    keys = [key for key in items[0] if any(item.get(key) not in (None, "") for item in items)]
+    if len(items) == 1:
+        return table(["What", "How much"], [[_words(k), _evidence_value(k, items[0][k])] for k in keys], (1,))
+    numbers = [i for i, key in enumerate(keys) if not any(isinstance(item.get(key), str) for item in items)]
+    rows = [[_evidence_value(key, item.get(key)) for key in keys] for item in items]
+    return table([_words(key).capitalize() for key in keys], rows, numbers)
 
 
 def _advice(advice: Recommendation | None, gain: Gain | None, step_ns: int | None) -> Any:
@@ -182,7 +200,7 @@ def _step_ns(finding: Finding, analysis: Analysis) -> int | None:
     return analysis.step_statistics.median_ns if analysis.step_statistics is not None else None
 
 
-_UNITS = re.compile(r"_(ns|bytes|bytes_per_s|flops_per_s|share|ratio)$")
+_UNITS = re.compile(r"_(ns|bytes|bytes_per_s|flops_per_s)$")
 
 
 def _words(key: str) -> str:
@@ -192,23 +210,11 @@ def _words(key: str) -> str:
 def _evidence_value(key: str, value: Any) -> Any:
     """A value by the unit that ends its name."""
     if isinstance(value, Mapping):
-        return html.Ul(
-            [
-                html.Li(f"{_words(str(k))}: {_flat(str(k) if _UNITS.search(str(k)) else key, v)}")
-                for k, v in value.items()
-            ],
-            className="plain",
-        )
-    if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
-        return html.Ul(
-            [
-                html.Li(", ".join(f"{_words(str(k))} {_flat(str(k), v)}" for k, v in item.items()))
-                if isinstance(item, Mapping)
-                else html.Li(_flat(key, item))
-                for item in value
-            ],
-            className="plain",
-        )
+        unit = {name: str(name) if _UNITS.search(str(name)) else key for name in value}
+        lines = [html.Li(f"{_words(str(name))}: {_flat(unit[name], part)}") for name, part in value.items()]
+        return html.Ul(lines, className="plain")
+    if isinstance(value, str) and len(value) > 24:
+        return html.Span(value, className="wraps")
     return _flat(key, value)
 
 
@@ -229,6 +235,6 @@ def _flat(key: str, value: Any) -> str:
         return units.flops(value, "FLOP/s")
     if key.endswith("_bytes") or key == "bytes":
         return units.size(value)
-    if key.endswith(("_share", "_ratio", "efficiency", "mfu", "utilization")) or key == "share":
+    if "share" in key or key.endswith(("_ratio", "efficiency", "mfu", "utilization")):
         return units.percent(value)
     return f"{value:.4g}" if isinstance(value, float) else units.count(value)
