@@ -31,26 +31,33 @@ Array = npt.NDArray[Any]
 class Blame:
     """One :class:`Calls` measured. Shapes (calls,) or (calls, ranks), ns.
 
-    ``culprit`` is the column of the rank that others waited for, -1 where nobody; ``late`` how much
-    later it entered than the second last.
+    ``last`` is the column of the rank that entered last and that others had to wait in for, -1 where
+    there is none; of two that entered last together it is the lower rank. ``late`` is how much later
+    it entered than the second last.
     """
 
     calls: Calls
     transfer: Array
     wait: Array
-    culprit: Array
+    last: Array
     late: Array
+
+    @property
+    def culprit(self) -> Array:
+        """The column of the rank that caused the others' wait, -1 where nobody did: ties cause none."""
+        return np.asarray(np.where(self.late > 0, self.last, -1))
 
     @property
     def caused(self) -> Array:
         """The others' wait in each call with a culprit; the culprit's own is not counted."""
-        own = np.take_along_axis(self.wait, np.maximum(self.culprit, 0)[:, None], axis=1)[:, 0]
-        return np.asarray(np.where(self.culprit >= 0, self.wait.sum(axis=1) - own, 0))
+        culprit = self.culprit
+        own = np.take_along_axis(self.wait, np.maximum(culprit, 0)[:, None], axis=1)[:, 0]
+        return np.asarray(np.where(culprit >= 0, self.wait.sum(axis=1) - own, 0))
 
 
 def blame(calls: Calls, clocks: Mapping[int, Clock]) -> Blame:
     """Transfer, wait and culprit of each call that has a start and an end on every rank; the others
-    are left out. Ties have no culprit."""
+    are left out."""
     known = ((calls.start_ns != MISSING) & (calls.end_ns != MISSING)).all(axis=1)
     calls = _rows(calls, known)
     duration = np.maximum(calls.end_ns - calls.start_ns, 0)
@@ -67,8 +74,8 @@ def blame(calls: Calls, clocks: Mapping[int, Clock]) -> Blame:
     # The second last: the largest once the last is out.
     others = np.where(np.arange(start.shape[1]) == last[:, None], np.iinfo(np.int64).min, start)
     late = np.take_along_axis(start, last[:, None], axis=1)[:, 0] - others.max(axis=1)
-    blamed = (late > 0) & _held_up_others(calls, last)
-    return Blame(calls, transfer, wait, np.where(blamed, last, -1), np.where(blamed, late, 0))
+    waited_for = (start.max(axis=1) > start.min(axis=1)) & _held_up_others(calls, last)
+    return Blame(calls, transfer, wait, np.where(waited_for, last, -1), np.where(waited_for, late, 0))
 
 
 def _rows(calls: Calls, known: Array) -> Calls:
@@ -120,11 +127,11 @@ def communications(blames: Sequence[Blame], summaries: Mapping[int, RankSummary]
             tally.transfer += transfer
             tally.wait += int(one.wait[:, column].sum())
             tally.matched += len(one.transfer)
+            tally.last_in += int((one.last == column).sum())
             guilty = np.flatnonzero(one.culprit == column)
             if len(guilty):
                 tally.caused += int(caused[guilty].sum())
                 tally.lateness += int(one.late[guilty].sum())
-                tally.last_in += len(guilty)
                 _note_doings(tally, summaries[rank], one.calls.rows[guilty, column], one.late[guilty])
     return {rank: _communication(tally) for rank, tally in tallies.items()}
 

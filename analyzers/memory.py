@@ -41,7 +41,7 @@ _PEAK = (
 )
 _RESERVED = ("memory/reserved_bytes",)
 _RESERVED_PEAK = ("memory/peak_reserved_bytes", "memory/reserved_peak_bytes")
-_RETRIES = ("memory/retries", "memory/allocation_retries", "memory/alloc_retries")
+_RETRIES = ("memory/allocator_retries", "memory/retries")
 
 
 def summarize_memory(

@@ -59,6 +59,9 @@ def test_all_must_enter_the_last_causes_the_others_waits() -> None:
 
 def test_ties_cause_nothing() -> None:
     analysis = concluded(*(summary_of(r, calls_at([s], [10])) for r, s in enumerate((0, 5, 5))))
+    # Two entered last together: the lower is counted, and neither is late or blamed.
+    assert [share[2:5] for share in shares(analysis).values()] == [(0, 0, 0), (0, 0, 1), (0, 0, 0)]
+    analysis = concluded(*(summary_of(r, calls_at([5], [10])) for r in range(3)))
     assert all(share[2:5] == (0, 0, 0) for share in shares(analysis).values())
 
 
