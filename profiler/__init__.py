@@ -9,13 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .entry import profile as profile
     from .session import Session as Session
-    from .session import profile as profile
 
 __all__ = ["Session", "profile"]
 
+_HOMES = {"Session": ".session", "profile": ".entry"}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    home = _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".session", __name__), name)
+    return getattr(import_module(home, __name__), name)

@@ -109,6 +109,7 @@ class Background:
         self._stop = threading.Event()
         self._retry_at = 0.0
         self._spans: list[tuple[int, int]] = []
+        self._end_ns = 0
         self._device_end: tuple[Any, int] | None = None
         self._thread = threading.Thread(target=self._run, name="trine-record", daemon=True)
         self.final: dict[str, Any] | None = None
@@ -123,6 +124,10 @@ class Background:
         self._stop.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def complete_last(self, part: Part) -> None:
+        """The step of ``part``, the last that was appended, turns out to have ended with it."""
+        self.parts.append(Part(part.index, [], complete=True))
 
     def count_overflow(self, what: str, count: int = 1) -> None:
         """Something came faster than it could be kept."""
@@ -149,7 +154,7 @@ class Background:
         """Write what is ready. ``give_up``: also parts whose device times have not arrived, without their phases."""
         parts = self._take_parts(give_up)
         collectives = self._take_collectives()
-        tables: dict[str, Mapping[str, Sequence[Any]]] = {}
+        tables: dict[str, Mapping[str, Any]] = {}
         if parts:
             tables["parts"] = self._part_columns(parts)
         if collectives:
@@ -164,7 +169,7 @@ class Background:
             }
         self._write(tables, boundary=not parts or parts[-1].complete)
 
-    def _write(self, tables: Mapping[str, Mapping[str, Sequence[Any]]], boundary: bool) -> None:
+    def _write(self, tables: Mapping[str, Mapping[str, Any]], boundary: bool) -> None:
         rows = sum(len(next(iter(columns.values()))) for columns in tables.values())
         if time.monotonic() < self._retry_at:
             if rows:
@@ -239,21 +244,25 @@ class Background:
         spans = Spans([start for start, _ in self._spans], [end for _, end in self._spans])
         last_ns = 0
         for part in parts:
+            if not part.marks:
+                rows.add(**self._ending(part.index))
+                continue
             codes, host, stamps = segments(part.marks)
             kinds = classify(codes[:-1], has_backward=part.has_backward, host_batch=part.host_batch)
             if self._events is None:
-                times: list[int] | None = host
                 busy = [after - before for before, after in pairwise(stamps)]
-                phases = partition(kinds, host, busy, spans)
+                bounds: list[int] = host
+                phases: list[int] | None = partition(kinds, host, busy, spans)
             else:
                 times = self._device_times(host, stamps)
+                bounds = times or host
                 phases = None if times is None else partition(kinds, times, None, spans)
-            bounds = times or host
             last_ns = host[-1]
+            self._end_ns = bounds[-1] + self._anchor.offset_ns
             rows.add(
                 index=part.index,
                 start_ns=bounds[0] + self._anchor.offset_ns,
-                end_ns=bounds[-1] + self._anchor.offset_ns,
+                end_ns=self._end_ns,
                 tokens=MISSING if part.tokens is None else part.tokens,
                 samples=MISSING if part.samples is None else part.samples,
                 loss=float("nan") if not isinstance(part.loss, float) else part.loss,
@@ -267,6 +276,19 @@ class Background:
         # A collective that ended in a part still open is needed once more.
         self._spans = [(start, end) for start, end in self._spans if end > last_ns]
         return rows.columns
+
+    def _ending(self, index: int) -> dict[str, Any]:
+        """A row of no length that says: the step ended with the row before."""
+        nothing = {f"phase_{name}_ns": 0 for name in PHASES} | {"tokens": 0, "samples": 0}
+        unknown = {"loss": float("nan"), "flops": float("nan")}
+        return {
+            "index": index,
+            "start_ns": self._end_ns,
+            "end_ns": self._end_ns,
+            "complete": 1,
+            **nothing,
+            **unknown,
+        }
 
     def _device_times(self, host: Sequence[int], stamps: Sequence[Any]) -> list[int] | None:
         """Ascending times of the marks on the device, in ``perf_counter_ns``; ``None`` when an event is missing.
@@ -295,5 +317,5 @@ class Background:
 
 def _is_ready(part: Part) -> bool:
     """Whether the device has passed the part's last mark; then it has passed all."""
-    last = part.marks[-1]
+    last = part.marks[-1] if part.marks else None
     return last is None or bool(last.query())

@@ -5,20 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trine.record.model import PHASES
 from trine.record.store import RankWriter
 
 from . import facts
+from .collectors import parameters_of
 from .conventions import convention_flops
 from .facts import autocast_dtype
 from .groups import process_groups
-from .memory import bytes_of_gradients, bytes_of_optimizer, bytes_of_tensors
-from .protocols import CollectiveSource, DeepWindowing, FlopCounting, Note
 
 if TYPE_CHECKING:
     from .session import Session
@@ -28,15 +27,11 @@ __all__ = [
     "autocast_dtype",
     "description",
     "device_of",
-    "error_line",
     "facts_at_start",
     "facts_in_training",
-    "holdings",
-    "open_flops",
-    "open_source",
-    "open_windows",
+    "final",
     "place",
-    "state_after",
+    "torch_optimizers",
     "warn_without_steps",
     "witness_of",
     "write_run",
@@ -58,7 +53,7 @@ def place() -> tuple[int, int, int]:
 
 def device_of(models: Sequence[Any], optimizers: Sequence[Any]) -> tuple[str, int]:
     """(type, index) of the device that trains: where the parameters are, else the accelerator, else the CPU."""
-    for parameter in _parameters(models, optimizers):
+    for parameter in parameters_of(models, optimizers):
         if parameter.device.type != "meta":
             return parameter.device.type, parameter.device.index or 0
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -67,66 +62,24 @@ def device_of(models: Sequence[Any], optimizers: Sequence[Any]) -> tuple[str, in
     return accelerator.type, torch.accelerator.current_device_index()
 
 
-def _parameters(models: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
-    found = [parameter for model in models for parameter in model.parameters()]
-    if not found:
-        groups = (group for o in optimizers for group in getattr(o, "param_groups", ()))
-        found = [parameter for group in groups for parameter in group["params"]]
-    return list({id(parameter): parameter for parameter in found}.values())
-
-
 def witness_of(models: Sequence[Any], optimizers: Sequence[Any]) -> Any:
     """A trainable parameter whose version counter tells of updates that no optimizer hook sees."""
-    trainable = [p for p in _parameters(models, optimizers) if p.requires_grad]
+    trainable = [p for p in parameters_of(models, optimizers) if p.requires_grad]
     return trainable[-1] if trainable else None
 
 
-def open_source(note: Note) -> CollectiveSource:
-    """Where collectives come from."""
-    from .collectives import open_source as open_best
-
-    return open_best(note)
-
-
-def open_flops(note: Note) -> FlopCounting:
-    """The counter of model FLOPs."""
-    from .flops import FlopCounter
-
-    return FlopCounter(note)
-
-
-def open_windows(session: Session, windows: Any) -> DeepWindowing:
-    """The deep windows."""
-    from .windows import DeepWindows
-
-    return DeepWindows(
-        session.folder, session.rank, session.world_size, session.local_rank, windows, session.guard.note
-    )
-
-
-def holdings(models: Sequence[Any], optimizers: Sequence[Any]) -> dict[str, int]:
-    """Bytes that parameters, gradients and optimizer state hold on this rank now."""
-    parameters = _parameters(models, optimizers)
-    return {
-        "memory/parameters_bytes": bytes_of_tensors(parameters),
-        "memory/gradients_bytes": bytes_of_gradients(parameters),
-        "memory/optimizer_bytes": sum(
-            bytes_of_optimizer(optimizer) for optimizer in _torch_optimizers(optimizers)
-        ),
-    }
-
-
-def _torch_optimizers(optimizers: Sequence[Any]) -> list[Any]:
+def torch_optimizers(optimizers: Sequence[Any]) -> list[Any]:
+    """Those that are ``torch.optim``'s: their groups and state can be read."""
     return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
 
 
 def facts_at_start(session: Session) -> dict[str, Any]:
     """What is known before the first step."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    exposed = "measured" if session.device_type == "cpu" else "end of backward"
+    exposed = "measured" if session.device[0] == "cpu" else "end of backward"
     return {
         "versions": facts.version_facts(),
-        "device": facts.device_facts(session.device_type, session.device_index),
+        "device": facts.device_facts(*session.device),
         "backend": torch.distributed.get_backend() if distributed else None,
         "exposed_communication": exposed if distributed else "none",
         **facts_in_training(session),
@@ -135,12 +88,12 @@ def facts_at_start(session: Session) -> dict[str, Any]:
 
 def facts_in_training(session: Session) -> dict[str, Any]:
     """What training itself shows; read a few times, each replacing the one before."""
-    optimizers = _torch_optimizers(session.optimizers)
+    optimizers = torch_optimizers(session.optimizers)
     model = facts.model_facts(session.models, optimizers, session.sequence)
     if model is not None:
         # Gradients have usually been freed here: they were read when the optimizer had just used them.
         for name, metric in (("gradient_bytes", "gradients"), ("optimizer_bytes", "optimizer")):
-            model[name] = session.held.get(f"memory/{metric}_bytes") or model[name]
+            model[name] = session.collectors.held.get(f"memory/{metric}_bytes") or model[name]
     result = {
         "model": model,
         "precision": facts.precision_facts(session.models, session.autocast),
@@ -165,7 +118,7 @@ def _conventions(session: Session, model: dict[str, Any] | None) -> dict[str, An
 def description(session: Session) -> dict[str, Any]:
     """``rank.json`` as it should be now."""
     background = session.background
-    source = session.source
+    source = session.collectors.source
     groups = session.guard.run("groups", process_groups) or ()
     if groups:
         session.groups = [
@@ -217,16 +170,14 @@ def write_run(session: Session, writer: RankWriter) -> None:
     )
 
 
-def state_after(error: BaseException | None) -> str:
-    """``finished``, ``stopped`` (by the user) or ``failed``."""
+def final(error: BaseException | None) -> dict[str, Any]:
+    """How the run ended: ``finished``, ``stopped`` by the user or ``failed``, and by which exception."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return "finished"
-    return "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-
-
-def error_line(error: BaseException | None) -> str | None:
-    """The loop's exception in a line."""
-    return None if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        state = "finished"
+    else:
+        state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    line = None if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    return {"state": state, "ended_ns": time.time_ns(), "error": line}
 
 
 def warn_without_steps(session: Session) -> None:
@@ -235,6 +186,3 @@ def warn_without_steps(session: Session) -> None:
         "%s: no step was seen, so nothing was recorded; iterate over prof.steps(loader), or call prof.step() after each",
         session.path,
     )
-
-
-assert len(PHASES) == 7, "phases.py names them by position"

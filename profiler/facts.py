@@ -7,9 +7,11 @@ tensor or calls a collective.
 from __future__ import annotations
 
 import platform
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,7 +89,8 @@ def _unique(items: Iterable[Any]) -> list[Any]:
 
 def _embedding_parameters(models: Sequence[Any]) -> list[Any]:
     """Weights that are only looked up. A weight shared with the output head is multiplied by, so it is not one."""
-    looked_up, used = {}, set()
+    looked_up: dict[int, Any] = {}
+    used: set[int] = set()
     for model in models:
         for module in model.modules():
             own = module.parameters(recurse=False)
@@ -299,7 +302,7 @@ def version_facts() -> dict[str, str | None]:
     """Versions that decide how fast a run is."""
     nccl = None
     if torch.version.cuda is not None and torch.cuda.is_available():
-        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     return {
         "trine": metadata.version("trine"),
         "torch": str(torch.__version__),
@@ -307,5 +310,16 @@ def version_facts() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "nccl": nccl,
+        "driver": _driver_version(),
         "platform": platform.platform(),
     }
+
+
+def _driver_version() -> str | None:
+    """Version of NVIDIA's kernel driver, ``None`` where there is none; the file is read, no device is touched."""
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").partition("\n")[0]
+    except OSError:
+        return None
+    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", first)
+    return found[0] if found else None

@@ -129,9 +129,9 @@ def _expose(watcher: Watcher, arguments: Sequence[Any]) -> Any:
         return None
 
     def queue(gradient: Any) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(watcher.marker.expose)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(watcher.marker.expose)
 
-    return root.register_hook(queue)
+    return root.register_hook(queue)  # type: ignore[no-untyped-call]
 
 
 def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:

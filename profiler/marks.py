@@ -111,8 +111,8 @@ class Marker:
 
     def base(self, phase: int) -> None:
         """The phase under all entered ones, as an engine that marks its own phases says."""
-        self._stack[0] = phase
-        if len(self._stack) == 1 and self.open:
+        before, self._stack[0] = self._stack[0], phase
+        if len(self._stack) == 1 and self.open and phase != before:
             self.mark(phase)
 
     def expose(self) -> None:

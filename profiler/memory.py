@@ -26,7 +26,7 @@ _DEVICE_METRICS = (
     ("memory/reserved_bytes", ("reserved_bytes", "all", "current")),
     ("memory/reserved_peak_bytes", ("reserved_bytes", "all", "peak")),
     ("memory/inactive_split_bytes", ("inactive_split_bytes", "all", "current")),
-    ("memory/allocator_retries", ("num_alloc_retries",)),
+    ("memory/allocation_retries", ("num_alloc_retries",)),
     ("memory/allocator_out_of_memory", ("num_ooms",)),
 )
 

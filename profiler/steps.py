@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .phases import DATA
+from trine.record.errors import UsageError
+
+from .phases import DATA, OTHER
 
 if TYPE_CHECKING:
     from .session import Session
@@ -18,7 +20,7 @@ class Steps:
 
     def __init__(self, session: Session, loader: Iterable[Any], accumulate: int | None) -> None:
         if accumulate is not None and accumulate < 1:
-            raise ValueError(f"accumulate is {accumulate}: a step has at least one batch")
+            raise UsageError(f"accumulate is {accumulate}: a step has at least one batch")
         self._session = session
         self._loader = loader
         self._accumulate = accumulate
@@ -32,7 +34,7 @@ class Steps:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        session = self._session._target()
+        session = self._session.target()
         run = session.guard.run
         watched = session.watches_loaders
         session.watches_loaders = False
@@ -50,6 +52,7 @@ class Steps:
                 except StopIteration:
                     return
                 session.marker.leave()
+                session.marker.base(OTHER)  # an engine that fetched the batch may have named the phase
                 run("batch sizes", session.measure, batch)
                 batches += 1
                 worked = True

@@ -130,7 +130,7 @@ def roll_up(folder: Path, *, budget_bytes: int, keep_segments: int) -> bool:
 
 
 def merge_parts(parts: dict[str, Array]) -> tuple[dict[str, Array], Array]:
-    """Parts joined to steps; also which steps are whole (1) or still open (0).
+    """Parts joined to steps; also which steps are whole: batches at the end whose optimizer step never came are not.
 
     Neighbouring parts of one index are a step: times span them, durations and counts add up, the loss is the last that
     was given. Inputs and outputs: columns of ``parts``, nanoseconds.
@@ -143,10 +143,7 @@ def merge_parts(parts: dict[str, Array]) -> tuple[dict[str, Array], Array]:
         steps[name] = _sum_known(parts[name], first)
     steps["loss"] = _last_known(parts["loss"], first, last)
     steps["flops"] = _sum_floats(parts["flops"], first)
-    whole = parts["complete"][last].copy()
-    # A following step proves that the one before it ended.
-    whole[:-1] = 1
-    return steps, whole
+    return steps, parts["complete"][last] == 1
 
 
 def _sum_known(column: Array, first: Array) -> Array:

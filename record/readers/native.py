@@ -143,14 +143,12 @@ def _steps(content: Content, rank: Rank) -> Table | None:
     order = np.argsort(parts["start_ns"], kind="stable")
     parts = {name: column[order] for name, column in parts.items()}
     steps, whole = merge_parts(parts)
-    if len(whole) and not whole[-1]:
-        rank.note(
-            "unfinished-step",
-            "info",
-            f"step {int(steps['index'][-1])} was not finished (its optimizer step never came) and is left out",
-        )
-    table = Table("steps", steps, rank.strings)
-    return table.select(whole.astype(bool))
+    left = int((~whole).sum())
+    if left:
+        which = ", ".join(str(index) for index in steps["index"][~whole][:5].tolist())
+        message = f"{left} unfinished steps are left out (their optimizer step never came): {which}"
+        rank.note("unfinished-steps", "info", message)
+    return Table("steps", steps, rank.strings).select(whole)
 
 
 def _table(content: Content, name: str, strings: Strings) -> Table | None:
