@@ -37,6 +37,9 @@ _PAGES = {
 #: How often a page asks whether something changed, in ms: while waiting, while the run lives, else.
 _WAITING_MS, _LIVING_MS, _RESTING_MS = 700, 2000, 10_000
 
+#: The verdict and what to do come first; live figures stand between them and the rest of the overview.
+_ABOVE_LIVE = 2
+
 #: After so many points drawn by patches, the live figures start over thinned.
 _MOST_PATCHED = 6 * live.MOST_POINTS
 
@@ -92,11 +95,13 @@ def _page(service: Service, state: urls.State) -> list[Any]:
         return frame(state, None, (), [*content, *_notes(service)])
     run = service.catalogue.find(state.run or "")
     outcome = service.analysis(run, state.steps)
+    first, rest = _body(service, run, outcome, state)
     content = [
         dcc.Store(id="token", data=_token(run, outcome, _before(service, state))),
         dcc.Interval(id="page-tick", interval=_pace(run, outcome)),
+        html.Div(first, id="body"),
         *_live(service, run, state),
-        html.Div(_body(service, run, outcome, state), id="body"),
+        html.Div(rest, id="rest"),
     ]
     return frame(state, run, _ranks(outcome), content)
 
@@ -111,14 +116,14 @@ def _live(service: Service, run: Run, state: urls.State) -> list[Any]:
     return live.body(service.feed(run).since(0), state.theme)
 
 
-def _body(service: Service, run: Run, outcome: Outcome, state: urls.State) -> list[Any]:
-    """The analysis' part of a page, or why there is none (yet)."""
+def _body(service: Service, run: Run, outcome: Outcome, state: urls.State) -> tuple[list[Any], list[Any]]:
+    """The analysis' part of a page, or why there is none (yet): what stands above the live figures, and the rest."""
     analysis: Analysis | None = outcome.value
     if outcome.state == "failed":
-        return [notice("This run cannot be shown", outcome.error or "", "fault")]
+        return [notice("This run cannot be shown", outcome.error or "", "fault")], []
     if analysis is None:
         words = f"{run.files} file{'s' if run.files != 1 else ''}, {units.size(run.size_bytes)}. This page fills itself."
-        return [notice("Analysing…", words, "busy")]
+        return [notice("Analysing…", words, "busy")], []
     before = None
     others: tuple[Run, ...] = ()
     if state.page == "overview":
@@ -128,7 +133,8 @@ def _body(service: Service, run: Run, outcome: Outcome, state: urls.State) -> li
     parts = list(_PAGES[state.page](view))
     if outcome.error is not None:
         parts.insert(0, notice("The newest data could not be read", outcome.error, "fault"))
-    return parts
+    above = _ABOVE_LIVE if state.page == "overview" else len(parts)
+    return parts[:above], parts[above:]
 
 
 def _before(service: Service, state: urls.State) -> Analysis | None:
@@ -164,6 +170,7 @@ def _unexpected(error: Exception) -> str:
 def _refresh(app: Dash, service: Service) -> None:
     @app.callback(
         Output("body", "children"),
+        Output("rest", "children"),
         Output("token", "data"),
         Output("page-tick", "interval"),
         Output("run-state", "children"),
@@ -177,7 +184,7 @@ def _refresh(app: Dash, service: Service) -> None:
     def refresh(_: int | None, token: str, path: str | None, search: str | None) -> Any:
         state = urls.parse(path, search)
         if state.page == "runs":
-            return [no_update] * 5
+            return [no_update] * 6
         try:
             run = service.catalogue.find(state.run or "")
             outcome = service.analysis(run, state.steps)
@@ -185,14 +192,14 @@ def _refresh(app: Dash, service: Service) -> None:
             new = _token(run, outcome, before)
             pace, line = _pace(run, outcome), state_line(run)
             if new == token:
-                return no_update, no_update, pace, line, no_update
+                return no_update, no_update, no_update, pace, line, no_update
             drawn = token.startswith("ready") and state.page == "timeline"
             # A timeline that is on show keeps its place; it says itself that there is newer data.
-            body = no_update if drawn else _body(service, run, outcome, state)
-            return body, new, pace, line, controls(state, _ranks(outcome))
+            first, rest = (no_update, no_update) if drawn else _body(service, run, outcome, state)
+            return first, rest, new, pace, line, controls(state, _ranks(outcome))
         except TrineError as error:
             gone = [notice("This cannot be shown", str(error), "fault")]
-            return gone, "gone", _RESTING_MS, no_update, no_update
+            return gone, [], "gone", _RESTING_MS, no_update, no_update
 
 
 def _list(app: Dash, service: Service) -> None:

@@ -80,7 +80,7 @@ def _said_state(path: str, fingerprint: str) -> str:
     for state in ("failed", "running", "stopped", "finished"):
         if state in said:
             return state
-    return "running" if not said else sorted(said)[0]
+    return "running" if not said else min(said)
 
 
 class Catalogue:

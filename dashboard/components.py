@@ -112,6 +112,8 @@ def grid(id: str, columns: Sequence[dict[str, Any]], rows: Sequence[dict[str, An
     """
     definitions = []
     for column in columns:
+        if rows and not any(row[column["field"]] not in ("", None) for row in rows):
+            continue  # nothing to see, and width is dear
         definition = {key: value for key, value in column.items() if key != "number"}
         if column.get("number"):
             definition |= {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trine.dashboard import units
-from trine.dashboard.theme import PALETTES, Theme, figure_layout
+from trine.dashboard.theme import PALETTES, Theme, figure_layout, ink, mix
 
 if TYPE_CHECKING:
     from trine.analyzers.results import Analysis, RankResult
@@ -76,12 +76,13 @@ def _bars(
                 "y": list(rows),
                 "x": [value / scale for value in values],
                 "marker": {"line": {"width": 0}, **marker},
-                "text": [units.percent(share) if share >= 0.06 else "" for share in shares],
+                # Not on hatching, where nobody could read it.
+                "text": [units.percent(s) if s >= 0.06 and "pattern" not in marker else "" for s in shares],
                 "textposition": "inside",
                 "insidetextanchor": "middle",
                 "textangle": 0,
                 "constraintext": "inside",
-                "insidetextfont": {"size": 11},
+                "insidetextfont": {"size": 11, "color": ink(marker["color"])},
                 "hovertemplate": "%{y}<br>" + name + ": %{customdata}<extra></extra>",
                 "customdata": [
                     f"{words(v)} ({units.percent(s)})" for v, s in zip(values, shares, strict=True)
@@ -91,8 +92,8 @@ def _bars(
     layout = figure_layout(
         theme,
         barmode="stack",
-        bargap=0.28,
-        height=max(130, 70 + 27 * len(rows)),
+        bargap=0.28 if len(rows) > 2 else 0.45,
+        height=104 + 27 * max(len(rows), 2),
         showlegend=True,
         legend={"traceorder": "normal"},
         xaxis={"title": {"text": axis}, "range": [0, max(totals) / scale * 1.002]},
@@ -152,10 +153,10 @@ def phase_markers(theme: Theme) -> Mapping[str, dict[str, Any]]:
         },
         "copy": {"color": colours["memory"]},
         "forward": {"color": colours["computation"]},
-        "backward": {"color": colours["computation"], "opacity": 0.72},
-        "optimizer": {"color": colours["computation"], "opacity": 0.45},
+        "backward": {"color": mix(colours["computation"], colours["surface"], 0.72)},
+        "optimizer": {"color": mix(colours["computation"], colours["surface"], 0.45)},
         "exposed_communication": {"color": colours["communication"]},
-        "other": {"color": colours["idle"]},
+        "other": {"color": mix(colours["idle"], colours["surface"], 0.55)},
     }
 
 
@@ -467,7 +468,7 @@ def category_marker(position: int, name: str, theme: Theme) -> dict[str, Any]:
         return {"color": colours["idle"]}
     if "communication" in name:
         return {"color": colours["communication"]}
-    return {"color": colours["memory"], "opacity": max(0.3, 1.0 - 0.17 * position)}
+    return {"color": mix(colours["memory"], colours["surface"], max(0.3, 1.0 - 0.17 * position))}
 
 
 def escape(text: str) -> str:

@@ -97,6 +97,8 @@ def build(rank: Rank) -> RankLanes:
     if deepest >= DEEPEST:
         notes.append(f"host frames are {deepest + 1} deep; the outer {DEEPEST} are drawn")
     rows = _joined(rows)
+    if any(row.group == "phases" for row in rows):
+        notes.append("phases are drawn one after the other: a record knows how long each lasted, not when")
     origin = min((int(lane.start.min()) for lane in rows), default=0)
     lanes = tuple(make_lane(r.label, r.group, r.start, r.end, r.kind, r.name, origin, r.depth) for r in rows)
     last = max((float(lane.reach[-1]) for lane in lanes), default=0.0)
@@ -151,7 +153,7 @@ def _steps(rank: Rank, names: _Names) -> Iterator[_Rows]:
     codes = np.array([names.code(name.replace("_", " ")) for name in PHASES], dtype=np.uint32)
     kinds = np.arange(_FIRST_PHASE, _FIRST_PHASE + len(PHASES), dtype=np.uint8)
     yield _Rows(
-        "phases, in sum",
+        "phases",
         "phases",
         0,
         (ends - lengths).ravel()[present],

@@ -8,8 +8,9 @@ from typing import Any
 from dash import html
 
 from trine.dashboard.glyph import describe, svg_address
+from trine.dashboard.units import NOTHING
 
-__all__ = ["facts", "glyph", "notice", "pill", "section", "swatch", "table"]
+__all__ = ["facts", "glyph", "notice", "pairs", "pill", "section", "swatch", "table", "words"]
 
 Weights = tuple[float, float, float]
 
@@ -49,17 +50,23 @@ def section(title: str, children: Any, note: str | None = None, id: str | None =
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Iterable[int] = (), caption: str = ""
 ) -> Any:
-    """A plain table; ``numbers`` are the columns that are right-aligned."""
-    right = set(numbers)
-    align = ["number" if index in right else "" for index in range(len(columns))]
-    body = [
-        html.Tr([html.Td(cell, className=align[index]) for index, cell in enumerate(row)]) for row in rows
+    """A plain table; ``numbers`` are the columns that are right-aligned. A column of nothing is left out."""
+    listed = [list(row) for row in rows]
+    kept = [
+        at for at in range(len(columns)) if not listed or any(row[at] not in (NOTHING, "") for row in listed)
     ]
-    head = html.Thead(
-        html.Tr([html.Th(name, className=align[index], scope="col") for index, name in enumerate(columns)])
-    )
+    right = set(numbers)
+    align = {at: "number" if at in right else "" for at in kept}
+    head = html.Thead(html.Tr([html.Th(columns[at], className=align[at], scope="col") for at in kept]))
+    body = html.Tbody([html.Tr([html.Td(row[at], className=align[at]) for at in kept]) for row in listed])
     parts = [html.Caption(caption)] if caption else []
-    return html.Div(html.Table([*parts, head, html.Tbody(body)]), className="table-frame")
+    return html.Div(html.Table([*parts, head, body]), className="table-frame")
+
+
+def pairs(rows: Iterable[tuple[str, Any]]) -> Any:
+    """A table of names and values, which needs no head."""
+    body = [html.Tr([html.Th(name, scope="row"), html.Td(value, className="number")]) for name, value in rows]
+    return html.Div(html.Table(html.Tbody(body)), className="table-frame pairs")
 
 
 def facts(pairs: Iterable[tuple[str, Any, str | None]]) -> Any:
@@ -97,6 +104,12 @@ def notice(title: str, text: str, kind: str = "") -> Any:
         className=f"notice {kind}".strip(),
         role="alert" if kind == "fault" else "status",
     )
+
+
+def words(text: str) -> Any:
+    """A sentence in which ``code`` between backticks looks like code."""
+    parts = text.split("`")
+    return html.Span([html.Code(part) if at % 2 else part for at, part in enumerate(parts)])
 
 
 def _listed(children: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["FONT", "PALETTES", "Theme", "figure_layout", "merged"]
+__all__ = ["FONT", "PALETTES", "Theme", "figure_layout", "ink", "merged", "mix"]
 
 Theme = Literal["light", "dark"]
 
@@ -92,3 +92,23 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         old = result.get(key)
         result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return result
+
+
+def mix(colour: str, ground: str, share: float) -> str:
+    """``share`` of ``colour`` on ``ground``, both ``#RRGGBB``: a tint that is opaque, so that text on it is too."""
+    parts = (
+        round(int(colour[at : at + 2], 16) * share + int(ground[at : at + 2], 16) * (1 - share))
+        for at in (1, 3, 5)
+    )
+    return "#" + "".join(f"{part:02X}" for part in parts)
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever reads better on ``colour`` (relative luminance of WCAG 2.1)."""
+
+    def linear(part: int) -> float:
+        value = part / 255
+        return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+    red, green, blue = (linear(int(colour[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#14171A" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 else "#FFFFFF"

@@ -114,7 +114,7 @@
     width() { return Math.max(50, this.root.clientWidth - GUTTER); }
 
     size() {
-      const room = Math.max(220, Math.min(this.total || 220, window.innerHeight - 250));
+      const room = Math.max(140, Math.min(this.total || 140, window.innerHeight - 250));
       this.root.style.height = `${room}px`;
       const ratio = window.devicePixelRatio || 1, width = this.root.clientWidth;
       this.canvas.width = Math.round(width * ratio);
@@ -220,9 +220,9 @@
       const target = document.getElementById("timeline-table");
       if (!target) return;
       const lanes = [...this.ranks.values()].flatMap(({ lanes }) => lanes);
-      let chosen = lanes.filter((lane) => lane.group === "device");
-      if (!chosen.length) chosen = lanes.filter((lane) => lane.group === "host" && lane.depth === 0);
-      if (!chosen.length) chosen = lanes.filter((lane) => lane.group !== "steps");
+      let chosen = lanes.filter((lane) => lane.group === "device" || lane.group === "collectives");
+      if (!chosen.some((lane) => lane.group === "device")) chosen = chosen.concat(this.columns.operators(lanes));
+      if (!chosen.length) chosen = lanes.filter((lane) => lane.group === "phases");
       window.trine.fillTable(target, this.columns.totals(chosen, ...this.view), this.view);
     }
 

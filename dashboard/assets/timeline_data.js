@@ -56,6 +56,20 @@
     return distance <= tolerance ? best : -1;
   }
 
+  // Of each thread the outermost lane that holds mostly operators: steps and Python frames stand above it.
+  function operators(lanes) {
+    const found = new Map();
+    for (const lane of lanes) {
+      const key = `${lane.data.head.rank} ${lane.label}`;
+      if (lane.group !== "host" || found.has(key)) continue;
+      const wanted = lane.data.head.kinds.indexOf("operator");
+      let count = 0;
+      for (let i = lane.first; i < lane.last; i++) count += lane.data.kind[i] === wanted;
+      if (2 * count > lane.count) found.set(key, lane);
+    }
+    return [...found.values()];
+  }
+
   // Time by name over some lanes in the range: [{name, kind, calls, total}], the longest first, and how many merged.
   function totals(lanes, begin, end) {
     const sums = new Map();
@@ -84,5 +98,5 @@
     return `${ns < 0 ? "−" : ""}${size.toFixed(0)} ns`;
   }
 
-  window.trine = Object.assign(window.trine || {}, { columns: { MERGED, decode, lower, rows, at, totals, duration } });
+  window.trine = Object.assign(window.trine || {}, { columns: { MERGED, decode, lower, rows, at, operators, totals, duration } });
 })();

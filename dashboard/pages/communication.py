@@ -59,7 +59,7 @@ def _busy(ranks: tuple[RankResult, ...]) -> Any:
     if not rows:
         return None
     names = ["Rank", "Communication", "Exposed", "Hidden behind compute", "Overlap efficiency"]
-    return section("Communication on the device", table(names, rows, range(5)))
+    return section("Communication on the device", table(names, rows, range(1, 5)))
 
 
 def _culprits(analysis: Analysis) -> list[int]:
@@ -102,7 +102,7 @@ def _causes(analysis: Analysis, ranks: tuple[RankResult, ...], theme: Any) -> An
         "Caused wait sums what all other ranks waited for this one; lateness is how much later it entered than "
         "the second last."
     )
-    return section("Who made the others wait", [picture, table(names, rows, (0, 1, 2, 3))], note)
+    return section("Who made the others wait", [picture, table(names, rows, (1, 2, 3))], note)
 
 
 def _short(text: str, most: int = 60) -> str:
@@ -129,7 +129,7 @@ def _heatmap(analysis: Analysis, ranks: tuple[RankResult, ...], theme: Any) -> A
     note = "The longest waits are listed; a rank that others wait for waits little itself."
     return section(
         "Who waited where",
-        [graph(figure, "Wait by rank and collective", "wait-heatmap"), table(names, rows, (0, 2, 3, 4))],
+        [graph(figure, "Wait by rank and collective", "wait-heatmap"), table(names, rows, (2, 3, 4))],
         note,
     )
 
@@ -202,4 +202,4 @@ def _ranks(ranks: tuple[RankResult, ...]) -> Any:
         )
     names = ["Rank", "Host", "Transfer", "Wait", "Matched", "Clock offset"]
     note = "The offset is what to add to a rank's times to get the lowest rank's."
-    return section("Ranks and clocks", table(names, rows, (0, 2, 3, 4, 5)), note)
+    return section("Ranks and clocks", table(names, rows, (2, 3, 4, 5)), note)

@@ -35,7 +35,7 @@ def body(update: Update, theme: Theme) -> list[Any]:
         empty = not any(trace["x"] for trace in figure["data"])
         pictures.append(
             html.Div(
-                [html.H3(title), picture],
+                [html.H3(title), *(_key(theme) if name == "live-phases" else []), picture],
                 className="live-cell" + (" hidden" if empty else ""),
                 id=f"{name}-cell",
             )
@@ -52,6 +52,15 @@ def body(update: Update, theme: Theme) -> list[Any]:
             id="live",
         ),
     ]
+
+
+def _key(theme: Theme) -> list[Any]:
+    """The legend as text above: in a small figure Plotly's own would leave no room."""
+    words = []
+    for name, marker in phase_markers(theme).items():
+        square = html.Span(className="swatch", style={"background": marker["color"]})
+        words.append(html.Span([square, name.replace("_", " ")], className="key"))
+    return [html.Div(words, className="live-key")]
 
 
 def summary(update: Update) -> str:
@@ -129,9 +138,9 @@ def _figures(update: Update, theme: Theme) -> list[Figure]:
     several = len(ranks) > 1
     return [
         {"data": drawn[0], "layout": _layout(theme, "step", "ms", several)},
-        {"data": stacked, "layout": _layout(theme, "step", "ms", True, barmode="stack", bargap=0)},
+        {"data": stacked, "layout": _layout(theme, "step", "ms", False, barmode="stack", bargap=0)},
         {"data": drawn[1], "layout": _layout(theme, "step", "", several, yaxis={"rangemode": "normal"})},
-        {"data": drawn[2], "layout": _layout(theme, "", "MiB", len(memory) > 1, xaxis={"type": "date"})},
+        {"data": drawn[2], "layout": _layout(theme, "UTC", "MiB", len(memory) > 1, xaxis={"type": "date"})},
     ]
 
 

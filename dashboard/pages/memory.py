@@ -58,14 +58,16 @@ def _over_time(ranks: tuple[RankResult, ...], theme: Any) -> Any:
     if all(rank.summary.memory and rank.summary.memory.kind == "host" for rank in ranks):
         notes.append("This is host memory.")
     return section(
-        "Memory over time", [*picture, table(names, rows, (0, 2, 3, 4, 5, 6))], " ".join(notes) or None
+        "Memory over time", [*picture, table(names, rows, (2, 3, 4, 5, 6))], " ".join(notes) or None
     )
 
 
 def _at_peak(ranks: tuple[RankResult, ...], theme: Any) -> Any:
     figure = figures.memory_at_peak(ranks, theme)
-    if figure is None:
-        return section("Alive at the peak", html.P("The source does not say what was alive at the peak."))
+    named = {name for rank in ranks for name in (rank.summary.memory.at_peak if rank.summary.memory else ())}
+    if figure is None or named <= {"unattributed"}:
+        words = "The source does not say what was alive at the peak, or whose it was."
+        return section("Alive at the peak", html.P(words))
     totals: dict[str, list[int]] = {}
     for rank in ranks:
         for name, amount in (rank.summary.memory.at_peak if rank.summary.memory else {}).items():
@@ -100,4 +102,4 @@ def _owners(view: View) -> Any:
     if not rows:
         return None
     names = ["Rank", "Model", "Parameters", "Parameter bytes", "Gradient bytes", "Optimizer bytes"]
-    return section("What the model holds", table(names, rows, (0, 2, 3, 4, 5)))
+    return section("What the model holds", table(names, rows, (2, 3, 4, 5)))

@@ -9,7 +9,7 @@ from dash import html
 from trine.dashboard import figures, units
 from trine.dashboard.components import choice, graph
 from trine.dashboard.pages.recommendations import finding_line
-from trine.dashboard.parts import facts, glyph, pill, section, swatch, table
+from trine.dashboard.parts import facts, glyph, pill, section, swatch, table, words
 from trine.dashboard.view import View
 
 if TYPE_CHECKING:
@@ -92,15 +92,20 @@ def _facts(analysis: Analysis, before: Analysis | None) -> Any:
     source, statistics, mfu = analysis.source, analysis.step_statistics, analysis.mfu
     rows: list[tuple[str, Any, str | None]] = []
     if statistics is not None:
-        words = "one step, so no interval"
+        note = "one step, so no interval"
         if statistics.count > 1:
-            words = f"median; 95 % interval {_interval(statistics)}"
-        rows.append(("Step time", units.duration(statistics.median_ns), words))
+            note = f"median; 95 % interval {_interval(statistics)}"
+        rows.append(("Step time", units.duration(statistics.median_ns), note))
         earlier = before.step_statistics if before is not None else None
         if earlier is not None:
             change = statistics.median_ns / earlier.median_ns - 1
-            words = f"{change * 100:+.1f} %".replace("-", "−")
-            rows.append(("Against", words, f"was {units.duration(earlier.median_ns)}"))
+            rows.append(
+                (
+                    "Against",
+                    f"{change * 100:+.1f} %".replace("-", "−"),
+                    f"was {units.duration(earlier.median_ns)}",
+                )
+            )
     if mfu is not None and (mfu.value is not None or mfu.range):
         rows.append(("MFU", *_mfu_words(analysis)))
     missing = f"{len(source.missing_ranks)} missing" if source.missing_ranks else "all present"
@@ -121,8 +126,8 @@ def _mfu_words(analysis: Analysis) -> tuple[str, str]:
     if mfu.value is not None:
         return units.percent(mfu.value), f"convention: {mfu.convention}"
     low, high = min(mfu.range.values()), max(mfu.range.values())
-    words = units.percent(low) if low == high else f"{units.percent(low)} to {units.percent(high)}"
-    return words, "over conventions: " + ", ".join(sorted(mfu.range))
+    shown = units.percent(low) if low == high else f"{units.percent(low)} to {units.percent(high)}"
+    return shown, "over conventions: " + ", ".join(sorted(mfu.range))
 
 
 def _findings(view: View) -> Any:
@@ -168,7 +173,7 @@ def _breakdown(analysis: Analysis, ranks: tuple[RankResult, ...], theme: Any) ->
     if len(analysis.ranks) > len(ranks):
         note += f" {len(ranks)} of {len(analysis.ranks)} ranks are shown."
     picture = graph(figures.breakdown(known, theme), "Breakdown of the window by rank", "breakdown")
-    return section("Breakdown of the window", [picture, table(names, rows, (0, 1, 2, 3, 4, 5, 7))], note)
+    return section("Breakdown of the window", [picture, table(names, rows, (1, 2, 3, 4, 5, 7))], note)
 
 
 def _share(part: int, whole: int) -> Any:
@@ -210,7 +215,7 @@ def _phases(ranks: tuple[RankResult, ...], theme: Any) -> Any:
     picture = graph(figures.phases(known, theme), "Phases of the steps by rank", "phases")
     return section(
         "Phases of the steps",
-        [picture, table(columns, rows, range(len(columns)))],
+        [picture, table(columns, rows, range(1, len(columns)))],
         "Where the selected steps went, measured around the training loop; sums to the steps exactly.",
     )
 
@@ -254,8 +259,8 @@ def _interval(own: Any) -> str:
 def _some(steps: tuple[int, ...]) -> str:
     if not steps:
         return units.NOTHING
-    words = ", ".join(str(step) for step in steps[:5])
-    return f"{words} and {len(steps) - 5} more" if len(steps) > 5 else words
+    listed = ", ".join(str(step) for step in steps[:5])
+    return f"{listed} and {len(steps) - 5} more" if len(steps) > 5 else listed
 
 
 def _mfu(analysis: Analysis) -> Any:
@@ -263,7 +268,7 @@ def _mfu(analysis: Analysis) -> Any:
     if mfu is None:
         reasons = [note.message for note in analysis.data_quality if "mfu" in note.id.lower()]
         return section(
-            "MFU", html.P(reasons[0] if reasons else "Model FLOPs or the device's peak are unknown.")
+            "MFU", html.P(words(reasons[0] if reasons else "Model FLOPs or the device's peak are unknown."))
         )
     rows: list[list[Any]] = [
         [name + (" (chosen)" if name == mfu.convention else ""), units.percent(value)]
@@ -306,8 +311,8 @@ def _checklist(analysis: Analysis) -> Any:
                 className=f"check {item.state}",
             ),
             item.title,
-            item.evidence,
-            item.next,
+            words(item.evidence),
+            words(item.next),
         ]
         for item in analysis.checklist
     ]
@@ -324,7 +329,7 @@ def _quality(analysis: Analysis) -> Any:
             ranks.append(note.rank)
     order = {"error": 0, "warning": 1, "info": 2}
     rows = [
-        [pill(severity, severity), _rank_words(ranks), message]
+        [pill(severity, severity), _rank_words(ranks), words(message)]
         for (severity, _, message), ranks in sorted(notes.items(), key=lambda item: order[item[0][0]])
     ]
     return section("Data quality", table(["", "Rank", "What to know about these numbers"], rows))
@@ -332,6 +337,6 @@ def _quality(analysis: Analysis) -> Any:
 
 def _rank_words(ranks: list[int]) -> str:
     if not ranks:
-        return "all"
-    words = ", ".join(str(rank) for rank in sorted(ranks)[:6])
-    return f"{words} and {len(ranks) - 6} more" if len(ranks) > 6 else words
+        return ""
+    listed = ", ".join(str(rank) for rank in sorted(ranks)[:6])
+    return f"{listed} and {len(ranks) - 6} more" if len(ranks) > 6 else listed

@@ -10,7 +10,7 @@ from dash import dcc, html
 
 from trine.dashboard import units
 from trine.dashboard.components import copy_button
-from trine.dashboard.parts import pill, section, table
+from trine.dashboard.parts import pairs, pill, section, table
 from trine.dashboard.urls import State
 from trine.dashboard.view import View
 
@@ -107,14 +107,14 @@ def _card(finding: Finding, analysis: Analysis) -> Any:
 
 def _evidence(finding: Finding) -> Any:
     """Plain values in one table; a list of alike rows, such as late ranks, in one of its own."""
-    plain: list[list[Any]] = []
+    plain: list[tuple[str, Any]] = []
     parts: list[Any] = []
     for key, value in finding.evidence.items():
         if isinstance(value, (list, tuple)) and value and all(isinstance(item, Mapping) for item in value):
             parts += [html.H3(_words(key).capitalize()), _rows_of(value)]
         else:
-            plain.append([_words(key), _evidence_value(key, value)])
-    shown = [table(["What", "How much"], plain, (1,))] if plain else []
+            plain.append((_words(key), _evidence_value(key, value)))
+    shown = [pairs(plain)] if plain else []
     return html.Div([html.H3("Evidence"), *shown, *parts])
 
 
@@ -122,7 +122,7 @@ def _rows_of(items: Sequence[Mapping[str, Any]]) -> Any:
     """One item: a line a key. Several: a line an item, a column a key that any of them fills."""
     keys = [key for key in items[0] if any(item.get(key) not in (None, "") for item in items)]
     if len(items) == 1:
-        return table(["What", "How much"], [[_words(k), _evidence_value(k, items[0][k])] for k in keys], (1,))
+        return pairs((_words(key), _evidence_value(key, items[0][key])) for key in keys)
     numbers = [i for i, key in enumerate(keys) if not any(isinstance(item.get(key), str) for item in items)]
     rows = [[_evidence_value(key, item.get(key)) for key in keys] for item in items]
     return table([_words(key).capitalize() for key in keys], rows, numbers)
@@ -144,10 +144,10 @@ def _advice(advice: Recommendation | None, gain: Gain | None, step_ns: int | Non
     parts += [html.H3("What it does to the numbers"), html.P(advice.numerics)]
     if advice.predicted is not None:
         prediction = advice.predicted
-        inputs = [[_words(key), _evidence_value(key, value)] for key, value in prediction.inputs.items()]
+        inputs = [(_words(key), _evidence_value(key, value)) for key, value in prediction.inputs.items()]
         detail: list[Any] = [html.Summary("How it was predicted"), html.P(html.Code(prediction.formula))]
         if inputs:
-            detail.append(table(["Input", "Value"], inputs, (1,)))
+            detail.append(pairs(inputs))
         parts.append(html.Details(detail))
     return html.Div(parts)
 
