@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 1_000_000
@@ -38,15 +35,6 @@ LEFTOVERS = re.compile(
 )
 
 
-def committed() -> list[str]:
-    found = subprocess.run(
-        ["git", "ls-files", "-z"], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    if found.returncode:
-        pytest.skip("this is no git checkout, so there is no list of committed files")
-    return [name for name in found.stdout.split("\0") if name and (ROOT / name).is_file()]
-
-
 def private_lines(name: str, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), 1):
         for what, pattern in PRIVATE.items():
@@ -54,12 +42,12 @@ def private_lines(name: str, text: str) -> Iterator[str]:
                 yield f"{name}:{number} holds {what}: {line.strip()[:100]}"
 
 
-def test_no_file_names_a_machine_or_a_registry() -> None:
+def test_no_file_names_a_machine_or_a_registry(tracked: list[Path]) -> None:
     found = []
-    for name in committed():
-        data = (ROOT / name).read_bytes()
+    for path in tracked:
+        data = path.read_bytes()
         if b"\0" not in data:
-            found += private_lines(name, data.decode(errors="replace"))
+            found += private_lines(str(path.relative_to(ROOT)), data.decode(errors="replace"))
     assert not found, "\n".join(found)
 
 
@@ -69,9 +57,9 @@ def test_the_guard_sees_what_it_must() -> None:
     assert not list(private_lines("x", "cd ../shared/data and work/main"))
 
 
-def test_no_file_is_large_or_a_leftover_of_a_run() -> None:
-    names = committed()
-    large = [name for name in names if (ROOT / name).stat().st_size > MOST_BYTES]
+def test_no_file_is_large_or_a_leftover_of_a_run(tracked: list[Path]) -> None:
+    large = [str(path) for path in tracked if path.stat().st_size > MOST_BYTES]
+    names = [path.relative_to(ROOT).as_posix() for path in tracked]
     left = [name for name in names if LEFTOVERS.search(name)]
     assert not large and not left, (large, left)
     assert LEFTOVERS.search("runs/rank0.pt.trace.json") and not LEFTOVERS.search("record/peaks.csv")

@@ -88,7 +88,7 @@ def test_what_needs_torch_or_dash_says_how_to_get_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_base_alone_installs_and_works(tmp_path: Path) -> None:
+def test_the_base_alone_installs_and_works(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=120)
     python = str(environment / ("Scripts" if os.name == "nt" else "bin") / "python")
@@ -101,7 +101,7 @@ def test_the_base_alone_installs_and_works(tmp_path: Path) -> None:
         "--disable-pip-version-check",
         "-c",
         "constraints.txt",
-        ".",
+        str(wheel),
     ]
     installed = subprocess.run(pip, check=False, cwd=ROOT, capture_output=True, text=True, timeout=280)
     if installed.returncode and not os.environ.get("TRINE_REQUIRE_NETWORK"):
