@@ -71,6 +71,10 @@ class FlopCounter:
 
     def begin_step(self, index: int) -> None:
         """Start counting when this is the step to count."""
+        if self._mode is not None:  # the step was given up and begins anew
+            self.close()
+            self._open()
+            return
         self._seen += 1
         if self._over or self._seen <= COUNTED_STEP:
             return
@@ -83,6 +87,9 @@ class FlopCounter:
                 "where the model's shape is known the named conventions stand in",
             )
             return
+        self._open()
+
+    def _open(self) -> None:
         mode = _counting_mode()
         mode.__enter__()
         self._mode = mode

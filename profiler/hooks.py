@@ -47,6 +47,12 @@ class Watcher(Protocol):
     def saw_loader(self, iterator: Any) -> None:
         """A ``DataLoader`` was asked for a batch."""
 
+    def saw_batch(self, iterator: Any, batch: Any) -> None:
+        """It gave one."""
+
+    def saw_exhausted(self, iterator: Any) -> None:
+        """It had no further one."""
+
 
 _watcher: Watcher | None = None
 _fork_handler_installed = False
@@ -158,10 +164,18 @@ def _wrap_loader_next(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(iterator)
         watcher.saw_loader(iterator)
         watcher.marker.enter(DATA)
+        exhausted = False
         try:
-            return original(iterator)
+            batch = original(iterator)
+        except StopIteration:
+            exhausted = True
+            raise
         finally:
             watcher.marker.leave()
+            if exhausted:
+                watcher.saw_exhausted(iterator)
+        watcher.saw_batch(iterator, batch)
+        return batch
 
     return following
 
@@ -182,8 +196,7 @@ class Hooks:
             raise RuntimeError("another session is watching this process")
         _install_fork_handler()
         for model in self._models:
-            self._handles.append(model.register_forward_pre_hook(_before_forward))
-            self._handles.append(model.register_forward_hook(_after_forward, always_call=True))
+            self.watch(model)
         self._handles.append(register_optimizer_step_pre_hook(_before_optimizer))
         self._handles.append(register_optimizer_step_post_hook(_after_optimizer))
         self._patch(torch.autograd, "backward", _wrap_backward(torch.autograd.backward))
@@ -191,6 +204,11 @@ class Hooks:
         self._patch(scaler, "step", _wrap_scaler_step(scaler.step))
         self._patch(_BaseDataLoaderIter, "__next__", _wrap_loader_next(_BaseDataLoaderIter.__next__))
         _watcher = self._watcher
+
+    def watch(self, model: Any) -> None:
+        """Hook the forward of one more model."""
+        self._handles.append(model.register_forward_pre_hook(_before_forward))
+        self._handles.append(model.register_forward_hook(_after_forward, always_call=True))
 
     def remove(self) -> None:
         """Take all out. What others have wrapped since stays wrapped; our part in it does nothing any more."""

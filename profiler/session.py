@@ -296,6 +296,13 @@ class Session:
         if self.loader is None:
             self.loader = getattr(iterator, "_loader", None) or iterator
 
+    def saw_batch(self, iterator: Any, batch: Any) -> None:
+        """A ``DataLoader`` gave the loop a batch."""
+        self.guard.run("batch sizes", self.measure, batch)
+
+    def saw_exhausted(self, iterator: Any) -> None:
+        """A ``DataLoader`` had no further batch: the loop says itself where its steps end."""
+
     # Inside.
 
     def _open_events(self) -> EventPool | None:

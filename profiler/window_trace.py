@@ -96,6 +96,8 @@ class WindowTrace:
         """Mark the step as PyTorch's own schedule does."""
         import torch
 
+        if self._mark is not None:  # the step was given up and begins anew
+            self._mark.__exit__(None, None, None)
         self._mark = torch.autograd.profiler.record_function(f"ProfilerStep#{index}")
         self._mark.__enter__()
 
