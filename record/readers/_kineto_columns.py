@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -93,11 +94,18 @@ _BLOCKING = frozenset(
 )  # fmt: skip
 
 
+#: Waiting for the next batch: torch's own mark, Lightning's, what people call it, and the call itself in stacks.
+_LOADING = re.compile(
+    r"^enumerate\(DataLoader\)|(?:^|[^a-z])(?:train_)?data_?load(?:er|ing)?(?:_next)?$", re.IGNORECASE
+)
+_LOADING_CALL = re.compile(r"torch/utils/data/dataloader\.py\(\d+\): __next__$")
+
+
 def host_kind_of_name(name: str, kind: int) -> int:
     """The host kind of a span whose category says ``kind``; its name may say more."""
     if kind == _RUNTIME:
         return _SYNC if name in _BLOCKING else kind
-    if name.startswith("enumerate(DataLoader)"):
+    if (_LOADING_CALL if kind == _PYTHON else _LOADING).search(name):
         return _LOADER
     if name.startswith("Python GC") or name in ("gc.collect", "<built-in function collect>"):
         return _COLLECTOR
@@ -201,7 +209,7 @@ class Columns:
                 except TypeError:  # a list or an object
                     action = None
                 if action is None:
-                    self.unknown[str(category)[:40]] += 1
+                    self.unknown["(none)" if category is None else str(category)[:40]] += 1
                 elif action < _DEVICE:
                     host.append(event)
                     host_kinds.append(action)

@@ -7,8 +7,6 @@ of names; that is said.
 
 from __future__ import annotations
 
-import gzip
-import io
 import re
 import tarfile
 import zlib
@@ -20,7 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import UnreadableInput
-from ..model import Job, Quality, Rank, RankSource
+from ..model import MISSING, Job, Quality, Rank, RankSource
+from ._kineto_stream import Findings, Readable, blocks
 from ._kineto_times import nanoseconds_of
 
 __all__ = ["is_candidate", "job_of_paths", "open_source"]
@@ -30,6 +29,7 @@ Read = Callable[[RankSource], Rank]
 _TRACE_NAMES = (".json", ".json.gz", ".json.gzip")
 _ARCHIVE_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _PEEK_BYTES = 1 << 18
+_WIDE_PEEK_BYTES = 8 << 20  # process groups of a large job may fill the head
 _MOST_FILES = 100_000
 _DEEPEST = 4
 
@@ -39,7 +39,7 @@ _DISTRIBUTED = re.compile(rb'"distributedInfo"\s*:\s*\{')
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(-?\d{1,19})')
 _TIME = re.compile(rb'"ts"\s*:\s*"?(-?[\d.]+)')
 _EVENTS = re.compile(rb'"traceEvents"\s*:|^\s*\[\s*(?:\{|\])')
-_ANY_KEY = re.compile(rb"^\s*[{\[]")
+_HEAD_KEY = re.compile(rb'"(?:distributedInfo|deviceProperties)"\s*:')
 
 #: Name patterns of a rank, most certain first.
 _RANK_NAMES = (
@@ -79,7 +79,7 @@ def open_source(path: Path, member: str | None) -> Iterator[IO[bytes]]:
             with path.open("rb") as file:
                 yield file
         else:
-            with tarfile.open(path, "r|*") as archive:
+            with _archive(path) as archive:
                 for info in archive:
                     if info.name == member and info.isfile():
                         inner = archive.extractfile(info)
@@ -89,6 +89,14 @@ def open_source(path: Path, member: str | None) -> Iterator[IO[bytes]]:
             raise UnreadableInput(f"{path} no longer has a member {member}")
     except (OSError, tarfile.TarError, EOFError, zlib.error) as error:
         raise UnreadableInput(f"cannot read {path}: {_reason(error)}") from None
+
+
+def _archive(path: Path) -> tarfile.TarFile:
+    """An archive for reading members in order; one that is not compressed can skip to any."""
+    try:
+        return tarfile.open(path, "r:")
+    except tarfile.ReadError:
+        return tarfile.open(path, "r|*")
 
 
 def _reason(error: BaseException) -> str:
@@ -144,29 +152,29 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 # --- looking at the ends -------------------------------------------------------------------------
 
 
-def _inflated(data: bytes) -> bytes:
+def _inflated(data: bytes, limit: int = 4 * _PEEK_BYTES) -> bytes:
     """The beginning of a gzip stream decompressed, anything else as it is."""
     if data[:2] != b"\x1f\x8b":
         return data
     try:
-        return zlib.decompressobj(wbits=31).decompress(data, 4 * _PEEK_BYTES)
+        return zlib.decompressobj(wbits=31).decompress(data, limit)
     except zlib.error:
         return b""
 
 
-def _tail(path: Path, size: int, compressed: bool) -> bytes:
-    """The end of a file. Of a gzip file that means decompressing it all, which is still far cheaper than reading it."""
-    if not compressed:
-        with path.open("rb") as file:
-            file.seek(max(0, size - _PEEK_BYTES))
-            return file.read()
+def _tail_of_file(path: Path, size: int, compressed: bool) -> bytes:
+    """The end of a file. Of a gzip file that means inflating it all: a tenth of the cost of reading it."""
+    with path.open("rb") as file:
+        if compressed:
+            return _tail_of_stream(file)
+        file.seek(max(0, size - _PEEK_BYTES))
+        return file.read()
+
+
+def _tail_of_stream(file: Readable) -> bytes:
     tail = b""
-    try:
-        with gzip.open(path) as stream:
-            while block := stream.read(4 * _PEEK_BYTES):
-                tail = (tail + block)[-_PEEK_BYTES:]
-    except (OSError, EOFError, zlib.error):
-        pass  # a damaged file: reading it says so
+    for block in blocks(file, Findings(), _PEEK_BYTES):
+        tail = (tail + block)[-_PEEK_BYTES:]
     return tail
 
 
@@ -180,36 +188,61 @@ def _distributed(text: bytes) -> tuple[int | None, int | None]:
     return (int(rank[1]) if rank else None), (int(world[1]) if world else None)
 
 
-def _peek(path: Path, member: str | None, size: int, head: bytes) -> _Found | None:
-    """What the ends of a file tell; ``None`` when its head shows that it is no trace."""
+def _peek(path: Path, member: str | None, size: int, file: IO[bytes]) -> _Found | None:
+    """What the ends of a file tell; ``None`` when its head shows that it is no trace.
+
+    ``file`` is read from its beginning, and for an archive's member on to its end where needed.
+    """
+    head = file.read(_PEEK_BYTES)
+    compressed = head[:2] == b"\x1f\x8b"
     text = _inflated(head)
-    if (
-        len(text) < _PEEK_BYTES
-        and text.strip()
-        and _EVENTS.search(text) is None
-        and member is None
-        and size <= len(head)
-    ):
-        return None
+    if _EVENTS.search(text) is None and _HEAD_KEY.search(text) is None and text.strip():
+        head += file.read(_WIDE_PEEK_BYTES)
+        text = _inflated(head, 4 * _WIDE_PEEK_BYTES)
+        if _EVENTS.search(text) is None:
+            return None
     rank, world = _distributed(text)
     base, first = _BASE.search(text), _TIME.search(text)
     named = _rank_of_name(member or path.name)
-    if member is None and size > len(head) and (rank is None or base is None):
-        compressed = head[:2] == b"\x1f\x8b"
-        if not compressed or (rank is None and named is None):
-            tail = _tail(path, size, compressed)
-            late_rank, late_world = _distributed(tail)
-            rank = late_rank if rank is None else rank
-            world = late_world if world is None else world
-            base = base or _BASE.search(tail)
-    start = nanoseconds_of(first[1]) + (int(base[1]) if base else 0) if first else None
-    return _Found(path, member, size, rank, world, start)
+    if (
+        size > len(head)
+        and (rank is None or base is None)
+        and not (compressed and (rank, named) != (None, None))
+    ):
+        tail = _tail_of_file(path, size, compressed) if member is None else _rest_of_member(head, file)
+        late_rank, late_world = _distributed(tail)
+        rank = late_rank if rank is None else rank
+        world = late_world if world is None else world
+        base = base or _BASE.search(tail)
+    start = nanoseconds_of(first[1]) if first else MISSING
+    start_ns = None if start == MISSING else start + (int(base[1]) if base else 0)
+    return _Found(path, member, size, rank, world, start_ns)
 
 
-def _rank_of_name(name: str) -> int | None:
+def _rest_of_member(head: bytes, file: IO[bytes]) -> bytes:
+    """The end of a member that was read up to ``head``."""
+    if head[:2] != b"\x1f\x8b":
+        return _tail_of_stream(file)
+    return _tail_of_stream(_Joined(head, file))
+
+
+class _Joined:
+    """Bytes already read, and the file they came from."""
+
+    def __init__(self, head: bytes, file: IO[bytes]) -> None:
+        self._head, self._file = head, file
+
+    def read(self, size: int = -1) -> bytes:
+        if self._head:
+            head, self._head = self._head, b""
+            return head
+        return self._file.read(size)
+
+
+def _rank_of_name(name: str, patterns: Sequence[re.Pattern[str]] = _RANK_NAMES) -> int | None:
     parts = Path(name).parts
     for part in reversed(parts[-2:]):
-        for pattern in _RANK_NAMES:
+        for pattern in patterns:
             match = pattern.search(part)
             if match:
                 return int(match[1])
@@ -235,9 +268,17 @@ def _found_in(path: Path, notes: list[Quality]) -> Iterator[_Found]:
             yield from _found_in_archive(path, notes)
             return
         size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(_PEEK_BYTES)
-        found = _peek(path, None, size, head)
+        if size == 0:
+            notes.append(
+                Quality(
+                    "empty-file",
+                    "error",
+                    f"{path} is empty; was the profiler stopped before the process ended?",
+                )
+            )
+            return
+        with path.open("rb") as stream:
+            found = _peek(path, None, size, stream)
     except OSError as error:
         notes.append(Quality("unreadable-file", "error", f"cannot read {path}: {_reason(error)}"))
         return
@@ -250,15 +291,15 @@ def _found_in(path: Path, notes: list[Quality]) -> Iterator[_Found]:
 def _found_in_archive(path: Path, notes: list[Quality]) -> Iterator[_Found]:
     """Members that are traces, read in one pass and never extracted."""
     try:
-        with tarfile.open(path, "r|*") as archive:
+        with _archive(path) as archive:
             for count, info in enumerate(archive):
                 name = Path(info.name).name
                 if count >= _MOST_FILES:
                     return
                 if not info.isfile() or name.startswith(".") or not name.lower().endswith(_TRACE_NAMES):
                     continue
-                inner = archive.extractfile(info) or io.BytesIO()
-                found = _peek(path, info.name, info.size, inner.read(_PEEK_BYTES))
+                inner = archive.extractfile(info)
+                found = _peek(path, info.name, info.size, inner) if inner else None
                 if found is not None:
                     yield found
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
@@ -392,10 +433,9 @@ def _ranks(found: list[_Found], notes: list[Quality]) -> dict[int, _Found]:
     """Rank → file, each rank once."""
     if len(found) == 1:
         only = found[0]
-        rank = only.rank if only.rank is not None else _rank_of_name(only.name)
-        if only.rank is None and rank is None:
-            rank = 0
-        return {rank or 0: only}
+        # Of one file alone a number in its name may be anything; only "rank3" is a rank.
+        named = _rank_of_name(only.name, _RANK_NAMES[:1])
+        return {next((rank for rank in (only.rank, named) if rank is not None), 0): only}
     stated: dict[int, list[_Found]] = defaultdict(list)
     silent = []
     for each in found:

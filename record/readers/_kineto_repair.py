@@ -23,60 +23,75 @@ _NOT_A_NUMBER = re.compile(
     rb"([:\[,]\s*)[-+]?(?:nan(?:\(\w*\))?|inf(?:inity)?|1\.#\w+)(?=\s*[,\]}])", re.IGNORECASE
 )
 _HUGE = re.compile(rb"(:\s*)-?\d+(?:\.\d+)?[eE]\+?\d{3,}(?=\s*[,}])|(:\s*)-?\d{1000,}(?=\s*[,}])")
-_BAD_ESCAPE = re.compile(rb"\\(u(?![0-9a-fA-F]{4})|[^\"\\/bfnrtu])")
 _ESCAPE = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|(.))', re.DOTALL)
+_EVENT_START = re.compile(rb'\{\s*"(?:ph|name|cat)"\s*:')
+_QUOTE = re.compile(rb'\\.|"', re.DOTALL)
 #: After a quote that really ends a string comes one of these.
-_AFTER_STRING = re.compile(rb'\s*(?::|\}|\]|$|,\s*(?:["\[{\d-]|true|false|null))')
+_AFTER_STRING = re.compile(
+    rb'\s*(?::|\}|\]|$|,\s*(?:[\[{\d-]|true|false|null|"(?:[^"\\]|\\.){0,4000}"\s*[:,\]}]))'
+)
 
 
 def mend(text: bytes) -> tuple[list[Event], int, int]:
     """Events of a chunk ``{…}, {…}`` that does not decode: the events, how many were repaired, how many given up."""
-    light = _lightly(text)
-    events = _decoded(light)
-    if events is not None:
-        return events, _difference(text, light), 0
-    events, repaired, dropped = [], 0, 0
+    events: list[Event] = []
+    repaired = dropped = 0
     for piece in pieces(text):
-        event, changed = _mend_one(piece)
-        if event is None:
-            dropped += bool(piece.strip(b" \t\r\n,"))
-        else:
-            events.append(event)
-            repaired += changed
+        found, changed = _mend_piece(piece)
+        if not found and piece.strip(b" \t\r\n,"):
+            found = _sound_within(piece)
+            dropped += 1
+        events += found
+        repaired += changed
     return events, repaired, dropped
 
 
+def _sound_within(piece: bytes) -> list[Event]:
+    """The sound events of a piece in which something between events is broken."""
+    starts = [match.start() for match in _EVENT_START.finditer(piece)]
+    events: list[Event] = []
+    if len(starts) > 1:
+        for start, end in zip(starts, [*starts[1:], len(piece)], strict=True):
+            inner = piece[start:end]
+            events += _mend_piece(inner[: inner.rfind(b"}") + 1])[0]
+    return events
+
+
 def pieces(text: bytes) -> Iterator[bytes]:
-    """The objects of ``{…}, {…}``, each as text; a cut inside an object is healed by joining."""
-    start = 0
+    """The objects of ``{…}, {…}``, each as text; a cut inside an object is healed by joining a few."""
+    start = joined = 0
     for match in BETWEEN_EVENTS.finditer(text):
-        end = match.start() + 1
-        piece = text[start:end]
-        if not _closed(piece) and end - start < 1 << 16:
+        piece = text[start : match.start() + 1]
+        if joined < 16 and not _closed(piece):
+            joined += 1
             continue  # an array of objects inside the event
         yield piece
-        start = match.end()
+        start, joined = match.end(), 0
     yield text[start:]
 
 
 def _closed(piece: bytes) -> bool:
     """Whether the brackets of an object balance, strings left aside as far as they can be told."""
+    if piece.count(b"{") <= piece.count(b"}"):
+        return True
     bare = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", piece, flags=re.DOTALL)
     return bare.count(b"{") <= bare.count(b"}")
 
 
-def _mend_one(piece: bytes) -> tuple[Event | None, bool]:
-    piece = piece.strip(b" \t\r\n,")
-    for changed, attempt in ((False, piece), (True, _lightly(piece)), (True, _quoted(_lightly(piece)))):
+def _mend_piece(piece: bytes) -> tuple[list[Event], int]:
+    """What a piece holds, one event as a rule, and how many of them had to be changed."""
+    attempt = piece.strip(b" \t\r\n,")
+    for repair in (None, _lightly, _quoted):
+        attempt = repair(attempt) if repair else attempt
         events = _decoded(attempt)
         if events is not None:
-            return (events[0] if events else None), changed
+            return events, len(events) if repair else 0
         try:
             event = lenient_event(attempt)
         except DECODE_ERRORS:
             continue
-        return event, True
-    return None, True
+        return ([event], 1) if event is not None else ([], 0)
+    return [], 0
 
 
 def _decoded(text: bytes) -> list[Event] | None:
@@ -87,7 +102,7 @@ def _decoded(text: bytes) -> list[Event] | None:
 
 
 def _lightly(text: bytes) -> bytes:
-    """Repairs that cannot change the meaning of sound JSON around the fault."""
+    """Repairs of what no JSON parser takes; a text inside a string that looks the same is changed with it."""
     try:
         text.decode("utf-8")
     except UnicodeDecodeError:
@@ -102,32 +117,18 @@ def _lightly(text: bytes) -> bytes:
 
 def _quoted(text: bytes) -> bytes:
     """Escapes the quotes inside strings: those after which neither ``:``, ``,`` nor a bracket follows."""
-    out = bytearray()
+    out = []
     inside = False
-    position = 0
-    while position < len(text):
-        byte = text[position : position + 1]
-        if inside and byte == b"\\":
-            out += text[position : position + 2]
-            position += 2
-            continue
-        if byte == b'"':
-            if not inside:
-                inside = True
-            elif _AFTER_STRING.match(text, position + 1):
-                inside = False
-            else:
-                out += b"\\"
-        out += byte
-        position += 1
-    return bytes(out)
-
-
-def _difference(before: bytes, after: bytes) -> int:
-    """How many events of a chunk a repair touched: at least one."""
-    flat = before.translate(_SPACES)
-    if len(flat) == len(after):
-        return max(1, sum(a != b for a, b in zip(pieces(flat), pieces(after), strict=False)))
-    return max(
-        1, len(_NOT_A_NUMBER.findall(flat)) + len(_HUGE.findall(flat)) + len(_BAD_ESCAPE.findall(flat))
-    )
+    start = 0
+    for match in _QUOTE.finditer(text):
+        if match[0] != b'"':
+            continue  # an escape
+        end = match.start()
+        if not inside:
+            inside = True
+        elif _AFTER_STRING.match(text, end + 1):
+            inside = False
+        else:
+            out.append(text[start:end] + b"\\")
+            start = end
+    return b"".join(out) + text[start:]

@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO
+from typing import Protocol
 
 import msgspec
 
@@ -18,7 +18,7 @@ from ..errors import UnreadableInput
 from ._kineto_events import DECODE_ERRORS, Event, Facts, decode_events
 from ._kineto_repair import BETWEEN_EVENTS, mend, pieces
 
-__all__ = ["Findings", "TraceStream", "blocks"]
+__all__ = ["Findings", "Readable", "TraceStream", "blocks"]
 
 CHUNK_BYTES = 8 << 20
 _HEAD_LIMIT_BYTES = 256 << 20
@@ -44,7 +44,14 @@ class Findings:
     tail_lost: bool = False
 
 
-def blocks(file: IO[bytes], findings: Findings, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+class Readable(Protocol):
+    """What is read of a file."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most ``size`` bytes, none at the end."""
+
+
+def blocks(file: Readable, findings: Findings, size: int = CHUNK_BYTES) -> Iterator[bytes]:
     """The bytes of a file, decompressed when it is gzip (by content, not by name); what a broken one still gives."""
     first = file.read(size)
     if first[:2] != b"\x1f\x8b":
