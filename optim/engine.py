@@ -93,6 +93,7 @@ class Engine:
         self._weight: float | torch.Tensor = 0.0  # of the gradients summed so far
         self._step_open = False  # by engine.steps; else train_step opens its own
         self._counted = False
+        self._loss: torch.Tensor | None = None  # of the step that is running
 
     # --- loops of the user's own ---------------------------------------------------------------
 
@@ -140,10 +141,11 @@ class Engine:
                 left -= 1
                 self._last_is_near = left == 0
             self._step_open = True
+            samples = size_of(batch)
             try:
                 yield batch
-            finally:
-                self._close_step(batch)
+            finally:  # also when the loop is left early: the step ends there
+                self._close_step(samples)
         if self._micro:
             logger.warning(
                 "the loader ended after %d of %d micro-batches: their gradients were left for the next step",
@@ -185,7 +187,7 @@ class Engine:
         mean: torch.Tensor = weighted / weights
         self._loss = mean
         if own_step:
-            self._close_step(batch)
+            self._close_step(size_of(batch))
         return mean
 
     @property
@@ -264,10 +266,9 @@ class Engine:
         self._weight = 0.0
         self._counted = False
 
-    def _close_step(self, batch: Any) -> None:
+    def _close_step(self, samples: int | None) -> None:
         self._step_open = False
-        loss = getattr(self, "_loss", None)
-        emit("step_end", index=self._index, samples=size_of(batch), tokens=None, loss=loss)
+        emit("step_end", index=self._index, samples=samples, tokens=None, loss=self._loss)
         self._index += 1
         self._loss = None
 

@@ -1,0 +1,347 @@
+"""Measure what this machine reaches: matrix products by dtype, memory copies, all-reduce.
+
+Short and repeatable, not a benchmark suite: the best of a few seconds' repetitions, so that a busy
+neighbour lowers a figure little. What comes out is kept by device name and, on a CPU, by thread
+count (:func:`trine.record.hardware.store_calibration`), and stands wherever no datasheet can.
+
+    matmul      2n³ FLOPs over the best time of C = AB, n from 256 up to what fits the time
+    copy        bytes read plus bytes written over the best time of a copy that no cache holds
+    all-reduce  T(S) = α + S/β over sizes from 8 B to 16 MiB, least squares of relative errors
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import platform
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from trine.record.errors import TrineError
+from trine.record.hardware import Peaks, processor_name
+
+__all__ = [
+    "calibrate_all",
+    "calibrate_cpu",
+    "calibrate_device",
+    "fit_latency_bandwidth",
+    "measure_all_reduce",
+]
+
+#: Seconds that one matrix product by one dtype may take, all repetitions together.
+MATMUL_SECONDS = 0.6
+#: A copy of this many bytes; larger than any last-level cache a process is likely to have for itself.
+COPY_BYTES = 256 * 2**20
+ALL_REDUCE_BYTES = tuple(2**exponent for exponent in (3, 10, 14, 17, 20, 22, 24))
+ALL_REDUCE_SECONDS = 60.0
+
+
+def calibrate_all(
+    ranks: int | None = None, tell: Callable[[str], None] = lambda message: None
+) -> list[Peaks]:
+    """Everything this machine has: the CPU at one thread and at all of its cores, and each kind of device.
+
+    ``ranks`` of the all-reduce: by default as many as there are devices of one kind, at least two and at most
+    eight; two on a CPU. ``tell`` gets a line before each part. A part that fails is told and left out.
+    """
+    found: list[Peaks] = []
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    tell("all-reduce between local ranks")
+    collective = _try(lambda: measure_all_reduce(ranks or max(2, min(devices, 8))), tell) or {}
+    on_device = collective.get("backend") == "nccl"
+    for threads in sorted({1, usable_cores()}):
+        tell(f"matrix products and copies on the CPU, {threads} thread{'s' if threads > 1 else ''}")
+        measured = calibrate_cpu(threads, {} if on_device else collective)
+        found.append(_at_least(measured, found[0].flops_per_s) if found else measured)
+    names: set[str] = set()
+    for index in range(devices):
+        name = torch.cuda.get_device_name(index)
+        if name not in names:
+            names.add(name)
+            tell(f"matrix products and copies on {name}")
+            measured = _try(
+                lambda index=index: calibrate_device(index, collective if on_device else {}), tell
+            )  # type: ignore[misc]
+            if measured is not None:
+                found.append(measured)
+    return found
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def calibrate_cpu(threads: int, collective: Mapping[str, float | int | str] | None = None) -> Peaks:
+    """What the CPU reaches with this many threads of PyTorch's."""
+    with _threads(threads):
+        flops = {
+            name: _matmul_flops_per_s(dtype, torch.device("cpu"))
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+        }
+        copied = _copy_bytes_per_s(torch.device("cpu"))
+    return Peaks(
+        name=processor_name(),
+        flops_per_s=flops,
+        memory_bytes=_host_memory_bytes(),
+        memory_bytes_per_s=copied,
+        link_bytes_per_s=None,
+        source=_source(),
+        measured=True,
+        threads=threads,
+        collective=dict(collective or {}),
+    )
+
+
+def calibrate_device(index: int, collective: Mapping[str, float | int | str] | None = None) -> Peaks:
+    """What one CUDA or ROCm device reaches."""
+    device = torch.device("cuda", index)
+    properties = torch.cuda.get_device_properties(index)
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16}
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        dtypes["bf16"] = torch.bfloat16
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        flops = {name: _matmul_flops_per_s(dtype, device) for name, dtype in dtypes.items()}
+        if properties.major >= 8 and torch.version.hip is None:
+            torch.set_float32_matmul_precision("high")
+            flops["tf32"] = _matmul_flops_per_s(torch.float32, device)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    link = collective.get("bytes_per_s") if collective else None
+    ranks = int(collective["ranks"]) if collective else 1
+    return Peaks(
+        name=properties.name,
+        flops_per_s=flops,
+        memory_bytes=properties.total_memory,
+        memory_bytes_per_s=_copy_bytes_per_s(device),
+        # Bus bandwidth of the all-reduce (nccl-tests): what each link carries one way.
+        link_bytes_per_s=float(link) * 2 * (ranks - 1) / ranks if link else None,
+        source=_source(),
+        measured=True,
+        threads=None,
+        collective=dict(collective or {}),
+    )
+
+
+def measure_all_reduce(ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS) -> dict[str, float | int | str]:
+    """α (``alpha_s``) and β (``bytes_per_s``) of an all-reduce between ``ranks`` processes of this machine.
+
+    NCCL with a device a rank where there are enough, else gloo with one thread a rank. Raises ``TrineError`` when the
+    ranks fail or take longer than ``seconds``; no process outlives the call.
+    """
+    backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "gloo"
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    port = _free_port()
+    workers = [
+        context.Process(target=_all_reduce_rank, args=(rank, ranks, backend, port, results), daemon=True)
+        for rank in range(ranks)
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        times = _first_result(results, workers, seconds)
+    finally:
+        for worker in workers:
+            if worker.pid is not None:
+                worker.join(2)
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join(5)
+    alpha, beta = fit_latency_bandwidth(ALL_REDUCE_BYTES, times)
+    return {
+        "operation": "all_reduce",
+        "backend": backend,
+        "ranks": ranks,
+        "alpha_s": alpha,
+        "bytes_per_s": beta,
+    }
+
+
+def fit_latency_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """(α in seconds, β in bytes a second) of T = α + S/β, by least squares of relative errors.
+
+    Relative, so that a 16 MiB message does not drown an 8 B one. α is at least a tenth of the shortest time:
+    noise must not make it nought or negative.
+    """
+    weights = [1 / t for t in seconds]
+    # Of rows (w, w·S) against 1: normal equations of two unknowns.
+    a = sum(w * w for w in weights)
+    b = sum(w * w * s for w, s in zip(weights, sizes, strict=True))
+    c = sum(w * w * s * s for w, s in zip(weights, sizes, strict=True))
+    p = sum(weights)
+    q = sum(w * s for w, s in zip(weights, sizes, strict=True))
+    determinant = a * c - b * b
+    alpha = (p * c - q * b) / determinant
+    slope = (a * q - b * p) / determinant
+    floor = min(seconds) / 10
+    if alpha < floor:
+        alpha = floor
+        slope = (q - b * alpha) / c
+    largest = max(range(len(sizes)), key=lambda position: sizes[position])
+    if slope <= 0:  # all latency, as far as can be seen: the largest message bounds the bandwidth
+        slope = seconds[largest] / sizes[largest]
+    return alpha, 1 / slope
+
+
+def _at_least(peaks: Peaks, single: Mapping[str, float]) -> Peaks:
+    """All cores reach no less than one does; where they seemed to, other programs had the rest."""
+    flops = {name: max(value, single.get(name, 0.0)) for name, value in peaks.flops_per_s.items()}
+    return replace(peaks, flops_per_s=flops)
+
+
+# --- parts -------------------------------------------------------------------------------------
+
+
+def _matmul_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
+    """Best rate over square products that grow until one takes a tenth of the time given."""
+    best = 0.0
+    size, deadline = 256, time.perf_counter() + MATMUL_SECONDS
+    while True:
+        left = torch.randn(size, size, device=device).to(dtype)
+        right = torch.randn(size, size, device=device).to(dtype)
+        _timed(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]  # warms up
+        took = math.inf
+        while True:
+            took = min(took, _timed(lambda left=left, right=right: left @ right, device))  # type: ignore[misc]
+            if time.perf_counter() > deadline or took < MATMUL_SECONDS / 40:
+                break
+        best = max(best, 2 * size**3 / took)
+        if time.perf_counter() > deadline or size >= 16384:
+            return best
+        if took > MATMUL_SECONDS / 12:
+            # Large enough: spend what is left on repeating it.
+            while time.perf_counter() < deadline:
+                best = max(best, 2 * size**3 / _timed(lambda left=left, right=right: left @ right, device))  # type: ignore[misc]
+            return best
+        size *= 2
+
+
+def _copy_bytes_per_s(device: torch.device) -> float:
+    size = COPY_BYTES if device.type == "cpu" else 4 * COPY_BYTES
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.ones(size, dtype=torch.uint8, device=device)
+    took = min(_timed(lambda: target.copy_(source), device) for _ in range(6))
+    return 2 * size / took
+
+
+def _timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds; a device is waited for, which is fine where nobody trains."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _all_reduce_rank(rank: int, ranks: int, backend: str, port: int, results: Any) -> None:
+    """One of the spawned ranks: rank 0 reports the median seconds by size, or what went wrong."""
+    from torch import distributed
+
+    try:
+        torch.set_num_threads(1)
+        device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+        store = distributed.TCPStore(
+            "127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=ALL_REDUCE_SECONDS)
+        )
+        distributed.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=ALL_REDUCE_SECONDS),
+            device_id=device if backend == "nccl" else None,
+        )
+        times = [_all_reduce_seconds(size, device) for size in ALL_REDUCE_BYTES]
+        if rank == 0:
+            results.put((times, None))
+        distributed.barrier()
+        distributed.destroy_process_group()
+    except (RuntimeError, OSError, ValueError) as error:  # of anything else the exit code tells
+        results.put((None, f"rank {rank}: {type(error).__name__}: {str(error).splitlines()[0][:200]}"))
+        raise SystemExit(1) from None
+
+
+def _all_reduce_seconds(size: int, device: torch.device) -> float:
+    from torch import distributed
+
+    buffer = torch.zeros(max(1, size // 4), device=device)
+    repeats = 20 if size <= 2**17 else 7
+    times = []
+    for _ in range(repeats + 2):
+        distributed.barrier()
+        times.append(_timed(lambda: distributed.all_reduce(buffer), device))
+    return sorted(times[2:])[len(times[2:]) // 2]
+
+
+def _first_result(results: Any, workers: Sequence[Any], seconds: float) -> list[float]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            times, failure = results.get(timeout=0.5)
+        except queue.Empty:
+            dead = [worker for worker in workers if worker.exitcode not in (None, 0)]
+            if dead and results.empty():
+                raise TrineError(
+                    f"the all-reduce was not measured: a rank ended with code {dead[0].exitcode}"
+                ) from None
+            continue
+        if failure:
+            raise TrineError(f"the all-reduce was not measured: {failure}")
+        return list(times)
+    raise TrineError(
+        f"the all-reduce was not measured: {len(workers)} ranks took longer than {seconds:.0f} s"
+    )
+
+
+def _try(measure: Callable[[], Any], tell: Callable[[str], None]) -> Any:
+    try:
+        return measure()
+    except (TrineError, RuntimeError, OSError) as error:
+        tell(f"left out: {' '.join(str(error).split())}")
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _host_memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _source() -> str:
+    when = time.strftime("%Y-%m-%d", time.gmtime())
+    return f"measured on {platform.node() or 'this machine'} on {when} with torch {torch.__version__} (trine hardware --calibrate)"
