@@ -36,7 +36,7 @@ _HEADER = struct.Struct("<Q")
 
 
 def reduce_source(source: RankSource, selection: Selection) -> Outcome:
-    """Read one rank and reduce it; errors that a user can mend are returned, not raised."""
+    """Read one rank and reduce it. Errors are returned, not raised, so that they cost this rank alone."""
     from .summary import summarize
 
     try:
@@ -46,6 +46,13 @@ def reduce_source(source: RankSource, selection: Selection) -> Outcome:
     except MemoryError:
         return UnreadableInput(
             f"{source.path} does not fit in memory; analyse fewer ranks at a time (workers=1)"
+        )
+    except Exception as error:  # one rank's defect must not cost the others
+        if os.environ.get("TRINE_DEBUG"):
+            raise
+        return UnreadableInput(
+            f"{source.path}: unexpected {type(error).__name__}: {error}; "
+            "set TRINE_DEBUG=1 to see where, and please report it"
         )
 
 
@@ -167,10 +174,4 @@ def _serve() -> None:
             source, selection = _receive(requests)
         except EOFError:
             return
-        try:
-            outcome: Outcome = reduce_source(source, selection)
-        except Exception as error:  # noqa: BLE001 - one rank's defect must not cost the others
-            outcome = UnreadableInput(
-                f"{source.path}: unexpected {type(error).__name__}: {error}; please report it"
-            )
-        _send(answers, outcome)
+        _send(answers, reduce_source(source, selection))

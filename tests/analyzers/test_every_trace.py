@@ -34,6 +34,7 @@ def check(analysis: Analysis) -> None:
         assert sum(rank["idle_ns"].values()) == rank["breakdown_ns"]["idle"]
         assert all(type(value) is int and value >= 0 for value in rank["breakdown_ns"].values())
     for note in content["data_quality"]:
+        assert note["id"] != "unreadable-rank", note["message"]
         assert note["severity"] in ("info", "warning", "error") and "\n" not in note["message"]
 
 
