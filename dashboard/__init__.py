@@ -28,6 +28,7 @@ def serve(roots: Sequence[str | Path], host: str = "127.0.0.1", port: int = 8050
     """
     try:
         from trine.dashboard.server import Server
+        from trine.dashboard.service import Service
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in (
             "dash",
@@ -39,4 +40,4 @@ def serve(roots: Sequence[str | Path], host: str = "127.0.0.1", port: int = 8050
         raise UsageError(
             "the dashboard needs Dash; install it with: pip install 'trine[dashboard]'"
         ) from error
-    return Server([Path(root) for root in roots], host, port)
+    return Server(Service([Path(root) for root in roots]), host, port)

@@ -256,23 +256,24 @@ def _follow(app: Dash, service: Service) -> None:
 
 
 def _clientside(app: Dash) -> None:
+    # Dash has no types for this method.
+    register: Any = app.clientside_callback
+
     def call(name: str) -> ClientsideFunction:
         return ClientsideFunction("trine", name)
 
-    app.clientside_callback(call("look"), Output("provider", "forceColorScheme"), Input("url", "search"))
-    app.clientside_callback(
+    register(call("look"), Output("provider", "forceColorScheme"), Input("url", "search"))
+    register(
         call("otherTheme"), Output("url", "search"), Input("theme", "n_clicks"), prevent_initial_call=True
     )
     for id, parameter in (("steps", "steps"), ("ranks", "rank"), ("against", "against")):
-        app.clientside_callback(
+        register(
             call(f"set_{parameter}"),
             Output("url", "search", allow_duplicate=True),
             Input(id, "value"),
             prevent_initial_call=True,
         )
-    app.clientside_callback(
-        call("timeline"), Output("timeline-status", "title"), Input("timeline-spec", "data")
-    )
-    app.clientside_callback(
+    register(call("timeline"), Output("timeline-status", "title"), Input("timeline-spec", "data"))
+    register(
         call("newer"), Output("timeline-newer", "children"), Input("token", "data"), State("url", "pathname")
     )

@@ -121,7 +121,7 @@ class Catalogue:
                 run = _run(f"{label}/{inside}".rstrip("/"), path, kind, files)
                 if run is not None:
                     runs[run.id] = run
-        notes = ()
+        notes: tuple[str, ...] = ()
         if budget[0] <= 0:
             notes = (f"stopped after {_MOST_ENTRIES:,} files; name a folder closer to your runs",)
         return runs, notes

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import dash_ag_grid as dag
-import dash_mantine_components as dmc
+import dash_ag_grid as dag  # type: ignore[import-untyped]
+import dash_mantine_components as dmc  # type: ignore[import-untyped]
 from dash import dcc, html
 
+from trine.dashboard.attributes import aria
 from trine.dashboard.theme import FONT, Theme
 
 __all__ = ["choice", "choices", "copy_button", "free_choice", "graph", "grid", "provider"]
@@ -86,7 +87,7 @@ def copy_button(text: str, label: str) -> Any:
 
 def graph(figure: dict[str, Any], label: str, id: str | None = None) -> Any:
     """A Plotly figure without a mode bar that uploads; ``label`` says what it shows to a screen reader."""
-    named = {} if id is None else {"id": id}
+    named: dict[str, Any] = {} if id is None else {"id": id}
     return html.Div(
         dcc.Graph(
             figure=figure,
@@ -101,7 +102,7 @@ def graph(figure: dict[str, Any], label: str, id: str | None = None) -> Any:
         ),
         role="img",
         className="figure",
-        **{"aria-label": label},
+        **aria(label=label),
     )
 
 

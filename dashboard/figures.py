@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_BARS",
+    "bars",
     "breakdown",
     "caused_wait",
-    "memory_at_peak",
-    "memory_over_time",
+    "escape",
+    "phase_markers",
     "phases",
     "shown_ranks",
+    "size_scale",
     "step_times",
+    "time_scale",
     "wait_heatmap",
 ]
 
@@ -55,7 +58,7 @@ def size_scale(largest_bytes: float) -> tuple[float, str]:
     return 1.0, "B"
 
 
-def _bars(
+def bars(
     rows: Sequence[str],
     parts: Sequence[tuple[str, Sequence[float], dict[str, Any]]],
     axis: str,
@@ -122,7 +125,7 @@ def breakdown(ranks: Sequence[RankResult], theme: Theme) -> Figure:
             "solidity": 0.3,
         },
     }
-    parts = [
+    parts: list[tuple[str, list[int], dict[str, Any]]] = [
         ("compute", [part.compute_ns - part.overlap_ns for part in found], {"color": colours["computation"]}),
         ("compute over communication", [part.overlap_ns for part in found], hatched),
         (
@@ -134,7 +137,7 @@ def breakdown(ranks: Sequence[RankResult], theme: Theme) -> Figure:
         ("idle", [part.idle_ns for part in found], {"color": colours["idle"]}),
     ]
     parts = [part for part in parts if any(part[1])]
-    return _bars(rows, parts, f"time in the window, {unit}", theme, scale, units.duration)
+    return bars(rows, parts, f"time in the window, {unit}", theme, scale, units.duration)
 
 
 def phase_markers(theme: Theme) -> Mapping[str, dict[str, Any]]:
@@ -170,7 +173,7 @@ def phases(ranks: Sequence[RankResult], theme: Theme) -> Figure:
         for name, marker in phase_markers(theme).items()
         if any((p or {}).get(name, 0) for _, p in known)
     ]
-    return _bars(rows, parts, f"time in the selected steps, {unit}", theme, scale, units.duration)
+    return bars(rows, parts, f"time in the selected steps, {unit}", theme, scale, units.duration)
 
 
 def step_times(analysis: Analysis, ranks: Sequence[RankResult], theme: Theme) -> Figure | None:
@@ -332,143 +335,6 @@ def caused_wait(ranks: Sequence[RankResult], culprits: Sequence[int], theme: The
         yaxis={"autorange": "reversed", "showgrid": False, "type": "category"},
     )
     return {"data": data, "layout": layout}
-
-
-def memory_over_time(ranks: Sequence[RankResult], theme: Theme) -> Figure | None:
-    """Allocated (solid) and reserved (dotted) memory over time, a line a rank, and the device's capacity."""
-    colours = PALETTES[theme]
-    known = [(rank.rank, rank.summary.memory) for rank in ranks[:16] if rank.summary.memory is not None]
-    known = [(rank, memory) for rank, memory in known if memory is not None and memory.series]
-    if not known:
-        return None
-    begin = min(memory.series[0][0] for _, memory in known)
-    scale, unit = time_scale(max(memory.series[-1][0] for _, memory in known) - begin)
-    capacity = max((m.capacity_bytes or 0 for _, m in known), default=0)
-    top = max(max(a, r or 0) for _, memory in known for _, a, r in memory.series)
-    # A capacity far above the use would flatten the curve: it is then said in words instead.
-    drawn = capacity if capacity and capacity <= 4 * top else 0
-    size, size_unit = size_scale(max(top, drawn))
-    data: list[dict[str, Any]] = []
-    for position, (rank, memory) in enumerate(known):
-        times = [(time - begin) / scale for time, _, _ in memory.series]
-        fade = 1.0 if len(known) == 1 else 0.95 - 0.6 * position / len(known)
-        data.append(
-            _stairs(
-                f"rank {rank} allocated",
-                times,
-                [a / size for _, a, _ in memory.series],
-                colours["memory"],
-                "solid",
-                fade,
-                size_unit,
-            )
-        )
-        if any(reserved for _, _, reserved in memory.series):
-            data.append(
-                _stairs(
-                    f"rank {rank} reserved",
-                    times,
-                    [None if r is None else r / size for _, _, r in memory.series],
-                    colours["quiet"],
-                    "dot",
-                    fade,
-                    size_unit,
-                )
-            )
-    shapes = (
-        [
-            {
-                "type": "line",
-                "xref": "paper",
-                "x0": 0,
-                "x1": 1,
-                "y0": drawn / size,
-                "y1": drawn / size,
-                "line": {"width": 1.5, "dash": "dash", "color": colours["fault"]},
-            }
-        ]
-        if drawn
-        else []
-    )
-    notes = (
-        [
-            {
-                "xref": "paper",
-                "x": 1,
-                "y": drawn / size,
-                "xanchor": "right",
-                "yanchor": "bottom",
-                "showarrow": False,
-                "text": f"capacity {units.size(drawn)}",
-                "font": {"size": 12, "color": colours["fault"]},
-            }
-        ]
-        if drawn
-        else []
-    )
-    layout = figure_layout(
-        theme,
-        height=320,
-        shapes=shapes,
-        annotations=notes,
-        showlegend=len(data) > 1,
-        xaxis={"title": {"text": f"time, {unit}"}, "showgrid": False},
-        yaxis={"title": {"text": size_unit}, "rangemode": "tozero"},
-    )
-    return {"data": data, "layout": layout}
-
-
-def _stairs(
-    name: str, x: list[float], y: list[Any], colour: str, dash: str, opacity: float, unit: str
-) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "x": x,
-        "y": y,
-        "opacity": opacity,
-        "line": {"shape": "hv", "width": 1.4, "color": colour, "dash": dash},
-        "hovertemplate": f"{name}: %{{y:.4~g}} {unit}<extra></extra>",
-    }
-
-
-def memory_at_peak(ranks: Sequence[RankResult], theme: Theme) -> Figure | None:
-    """A bar a rank: what was alive at its peak, by category."""
-    known = [
-        (rank.rank, rank.summary.memory)
-        for rank in ranks
-        if rank.summary.memory and rank.summary.memory.at_peak
-    ]
-    if not known:
-        return None
-    totals: dict[str, int] = {}
-    for _, memory in known:
-        for name, amount in (memory.at_peak if memory else {}).items():
-            totals[name] = totals.get(name, 0) + amount
-    names = sorted(totals, key=lambda name: -totals[name])
-    scale, unit = size_scale(max(sum(memory.at_peak.values()) for _, memory in known if memory))
-    parts = [
-        (
-            escape(name.replace("_", " ")),
-            [float(memory.at_peak.get(name, 0)) if memory else 0.0 for _, memory in known],
-            category_marker(position, name, theme),
-        )
-        for position, name in enumerate(names)
-    ]
-    return _bars(
-        [f"rank {rank}" for rank, _ in known], parts, f"alive at the peak, {unit}", theme, scale, units.size
-    )
-
-
-def category_marker(position: int, name: str, theme: Theme) -> dict[str, Any]:
-    """Tints of memory's colour, the largest category the fullest; what nobody owns is grey."""
-    colours = PALETTES[theme]
-    if name in ("unattributed", "other", "unknown"):
-        return {"color": colours["idle"]}
-    if "communication" in name:
-        return {"color": colours["communication"]}
-    return {"color": mix(colours["memory"], colours["surface"], max(0.3, 1.0 - 0.17 * position))}
 
 
 def escape(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dash import html
 
+from trine.dashboard.attributes import aria
 from trine.dashboard.glyph import describe, svg_address
 from trine.dashboard.units import NOTHING
 
@@ -32,16 +33,16 @@ def glyph(
         className="glyph",
         role="img",
         title=describe(weights),
-        **{"aria-label": describe(weights)},
+        **aria(label=describe(weights)),
     )
 
 
 def section(title: str, children: Any, note: str | None = None, id: str | None = None) -> Any:
     """A titled part of a page; ``note`` is one quiet line under the title."""
-    head = [html.H2(title)]
+    head: list[Any] = [html.H2(title)]
     if note:
         head.append(html.P(note, className="quiet"))
-    named = {} if id is None else {"id": id}
+    named: dict[str, Any] = {} if id is None else {"id": id}
     return html.Section(
         [html.Div(head, className="section-head"), *_listed(children)], className="section", **named
     )
@@ -94,7 +95,7 @@ def pill(text: str, kind: str = "") -> Any:
 
 def swatch(kind: str) -> Any:
     """A small square in the colour of ``kind`` (a CSS class)."""
-    return html.Span(className=f"swatch {kind}", **{"aria-hidden": "true"})
+    return html.Span(className=f"swatch {kind}", **aria(hidden="true"))
 
 
 def notice(title: str, text: str, kind: str = "") -> Any:

@@ -6,8 +6,6 @@ import errno
 import ipaddress
 import logging
 import socket
-from collections.abc import Sequence
-from pathlib import Path
 
 from werkzeug.serving import make_server
 
@@ -23,9 +21,9 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 class Server:
     """Bound when made; ``run()`` serves until ``close()`` or Ctrl-C."""
 
-    def __init__(self, roots: Sequence[Path], host: str, port: int) -> None:
-        """Raises ``UsageError`` when the address cannot be bound, ``UnreadableInput`` on an absent root."""
-        self.service = Service(roots)
+    def __init__(self, service: Service, host: str, port: int) -> None:
+        """Raises ``UsageError`` when the address cannot be bound."""
+        self.service = service
         hosts = (_LOCAL_NAMES | {host}) if is_local(host) else None
         app = create(self.service, hosts)
         # One line a request would bury the one line that matters, the address.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,10 +27,21 @@ _NOW, _SOON, _SOMETIME = 0, 1, 9
 class Service:
     """Catalogue, background work and live feeds behind one door. Thread-safe."""
 
-    def __init__(self, roots: Sequence[Path], background: Background | None = None) -> None:
-        """Raises ``UnreadableInput`` when a root does not exist."""
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        background: Background | None = None,
+        *,
+        analyse: Callable[[str, str, int], Analysis] = analyse_run,
+        read: Callable[[str, int], RankLanes] = rank_lanes,
+    ) -> None:
+        """``analyse`` and ``read`` run in the worker process, so they must be picklable.
+
+        Raises ``UnreadableInput`` when a root does not exist.
+        """
         self.catalogue = Catalogue(roots)
         self.background = background or Background()
+        self._analyse_run, self._read_lanes = analyse, read
         self._feeds = Feeds()
 
     def analysis(self, run: Run, steps: str = "complete") -> Outcome:
@@ -53,7 +64,7 @@ class Service:
         return self.background.request(
             ("analysis", run.id, steps),
             run.fingerprint,
-            analyse_run,
+            self._analyse_run,
             str(run.path),
             steps,
             run.size_bytes,
@@ -65,7 +76,7 @@ class Service:
         return self.background.request(
             ("lanes", run.id, rank),
             run.fingerprint,
-            rank_lanes,
+            self._read_lanes,
             str(run.path),
             rank,
             priority=_SOON,

@@ -7,6 +7,7 @@ from typing import Any
 from dash import dcc, html
 
 from trine.dashboard import units
+from trine.dashboard.attributes import aria
 from trine.dashboard.catalogue import Run
 from trine.dashboard.components import choices, free_choice
 from trine.dashboard.parts import glyph, pill
@@ -39,11 +40,7 @@ def frame(state: State, run: Run | None, ranks: tuple[int, ...], content: list[A
                 "Light" if state.theme == "dark" else "Dark",
                 id="theme",
                 className="quiet-button",
-                **{
-                    "aria-label": "Switch to the light look"
-                    if state.theme == "dark"
-                    else "Switch to the dark look"
-                },
+                **aria(label=f"Switch to the {'light' if state.theme == 'dark' else 'dark'} look"),
             ),
         ],
         className="top",
@@ -78,12 +75,13 @@ def controls(state: State, ranks: tuple[int, ...]) -> list[Any]:
 
 
 def _tabs(state: State, ranks: tuple[int, ...]) -> Any:
+    here: dict[str, Any] = {"id": "here"}
     links = [
         dcc.Link(
             title,
             href=state.with_(page=page, begin_ns=None, end_ns=None).address,
             className="page-tab here" if page == state.page else "page-tab",
-            **({"id": "here"} if page == state.page else {}),
+            **(here if page == state.page else {}),
         )
         for page, title in PAGES.items()
         if page != "runs"
@@ -94,5 +92,5 @@ def _tabs(state: State, ranks: tuple[int, ...]) -> Any:
             html.Div(controls(state, ranks), className="controls", id="controls"),
         ],
         className="navigation",
-        **{"aria-label": "Pages of this run"},
+        **aria(label="Pages of this run"),
     )

@@ -190,17 +190,17 @@ def drawing(feed: Feed, update: Update, cursor: dict[str, Any], theme: Theme, mo
         whole = feed.since(0)
         figures = _figures(whole, theme)
         shown = [any(trace["x"] for trace in figure["data"]) for figure in figures]
-        classes = ["live-cell" if some else "live-cell hidden" for some in shown]
         store = {
             "cursor": whole.cursor,
             "ranks": _ranks(whole.steps),
             "memory": _ranks(whole.memory),
             "drawn": 0,
         }
-        return [*figures, *classes, summary(whole), store]
+        cells = ["live-cell" if some else "live-cell hidden" for some in shown]
+        return [*figures, *cells, summary(whole), store]
     traces = traces_of(update, cursor["ranks"], cursor["memory"])
     # A figure that was empty so far, such as a loss that is first given later, comes out of hiding.
-    classes = ["live-cell" if any(x for x, _ in part) else no_update for part in traces]
+    classes: list[Any] = ["live-cell" if any(x for x, _ in part) else no_update for part in traces]
     patches = [
         patch if any(x for x, _ in part) else no_update
         for patch, part in zip(extend(update, cursor["ranks"], cursor["memory"]), traces, strict=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dash import html
 
-from trine.dashboard import figures, units
+from trine.dashboard import figures, memory_figures, units
 from trine.dashboard.components import graph
 from trine.dashboard.parts import section, table
 from trine.dashboard.view import View
@@ -50,7 +50,7 @@ def _over_time(ranks: tuple[RankResult, ...], theme: Any) -> Any:
             ]
         )
     names = ["Rank", "Memory of", "Peak", "Reserved peak", "Capacity", "Used of it", "Allocator retries"]
-    figure = figures.memory_over_time(ranks, theme)
+    figure = memory_figures.memory_over_time(ranks, theme)
     picture = [graph(figure, "Memory over time by rank", "memory-time")] if figure is not None else []
     notes = []
     if any(rank.summary.memory and rank.summary.memory.lower_bound for rank in ranks):
@@ -63,7 +63,7 @@ def _over_time(ranks: tuple[RankResult, ...], theme: Any) -> Any:
 
 
 def _at_peak(ranks: tuple[RankResult, ...], theme: Any) -> Any:
-    figure = figures.memory_at_peak(ranks, theme)
+    figure = memory_figures.memory_at_peak(ranks, theme)
     named = {name for rank in ranks for name in (rank.summary.memory.at_peak if rank.summary.memory else ())}
     if figure is None or named <= {"unattributed"}:
         words = "The source does not say what was alive at the peak, or whose it was."

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dash import html
 
 from trine.dashboard import figures, units
+from trine.dashboard.attributes import aria
 from trine.dashboard.components import choice, graph
 from trine.dashboard.pages.recommendations import finding_line
 from trine.dashboard.parts import facts, glyph, pill, section, swatch, table, words
@@ -278,7 +279,7 @@ def _mfu(analysis: Analysis) -> Any:
         rows.insert(0, [f"{mfu.convention} (chosen)", units.percent(mfu.value)])
     if mfu.hfu is not None:
         rows.append(["with recomputation (HFU)", units.percent(mfu.hfu)])
-    inputs: list[list[Any]] = [[name.replace("_", " "), words] for name, words in mfu.inputs.items()]
+    inputs: list[list[Any]] = [[name.replace("_", " "), said] for name, said in mfu.inputs.items()]
     shown = []
     if rows:
         shown.append(table(["Convention", "MFU"], rows, (1,)))
@@ -307,7 +308,7 @@ def _checklist(analysis: Analysis) -> Any:
     rows = [
         [
             html.Span(
-                [html.Span(_STATES[item.state], **{"aria-hidden": "true"}), f" {item.state}"],
+                [html.Span(_STATES[item.state], **aria(hidden="true")), f" {item.state}"],
                 className=f"check {item.state}",
             ),
             item.title,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dash import dcc, html
 
 from trine.dashboard import units
+from trine.dashboard.attributes import aria
 from trine.dashboard.components import copy_button
 from trine.dashboard.parts import pairs, pill, section, table
 from trine.dashboard.urls import State
@@ -182,7 +183,7 @@ def _gain_bar(gain: Gain, step_ns: int | None) -> Any:
         className="gain-bar",
         role="img",
         title=words,
-        **{"aria-label": words},
+        **aria(label=words),
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dash import dcc, html
 
 from trine.dashboard import units
+from trine.dashboard.attributes import aria
 from trine.dashboard.background import Outcome
 from trine.dashboard.catalogue import Run
 from trine.dashboard.parts import glyph, notice, pill
@@ -29,13 +30,13 @@ def body(runs: Sequence[Run], known: Mapping[str, Outcome], state: State, roots:
         dcc.Store(id="runs-seen", data=""),
         html.Div(
             [
+                html.Label("Filter", htmlFor="runs-filter"),
                 dcc.Input(
                     id="runs-filter",
                     type="search",
-                    placeholder="Filter by name or verdict",
+                    placeholder="by name or verdict",
                     debounce=False,
                     className="filter",
-                    **{"aria-label": "Filter runs"} if False else {},
                 ),
                 html.Span("under " + ", ".join(roots), className="quiet"),
             ],
@@ -68,7 +69,7 @@ def rows(runs: Sequence[Run], known: Mapping[str, Outcome], state: State, wanted
             html.Span("Updated", className="number"),
         ],
         className="run-row run-head",
-        **{"aria-hidden": "true"},
+        **aria(hidden="true"),
     )
     more = (
         [html.P(f"{len(found) - MOST_ROWS} more; filter to see them.", className="quiet")]

@@ -6,6 +6,7 @@ from typing import Any
 
 from dash import dcc, html
 
+from trine.dashboard.attributes import aria, data
 from trine.dashboard.detail import LIMIT
 from trine.dashboard.parts import section, swatch
 from trine.dashboard.view import View
@@ -50,9 +51,7 @@ def body(view: View) -> list[Any]:
         "end": view.state.end_ns,
     }
     buttons = [
-        html.Button(
-            sign, className="quiet-button", title=words, **{"data-timeline": action, "aria-label": words}
-        )
+        html.Button(sign, className="quiet-button", title=words, **data(timeline=action), **aria(label=words))
         for action, sign, words in _BUTTONS
     ]
     hidden = len(view.analysis.source.ranks) - len(ranks)
@@ -81,12 +80,12 @@ def body(view: View) -> list[Any]:
                     className="timeline",
                     tabIndex=0,
                     role="application",
-                    **{
-                        "aria-label": "Timeline. W and S zoom, A and D pan, Home shows all, brackets select the "
-                        "previous and the next span, up and down change the lane, Enter zooms to the selection."
-                    },
+                    **aria(
+                        label="Timeline. W and S zoom, A and D pan, Home shows all, brackets select the previous and "
+                        "the next span, up and down change the lane, Enter zooms to the selection."
+                    ),
                 ),
-                html.Div(id="timeline-selection", className="timeline-selection", **{"aria-live": "polite"}),
+                html.Div(id="timeline-selection", className="timeline-selection", **aria(live="polite")),
                 html.Div(
                     [
                         *[html.Span([swatch(kind), words], className="key") for kind, words in _LEGEND],
