@@ -161,11 +161,7 @@ def _budget(name: str, limit: float, runs: Sequence[RunFacts]) -> Outcome:
     else:
         held = found >= limit if more_is_better else found <= limit
         state = "pass" if held else "fail"
-        reason = (
-            "within the budget"
-            if held
-            else f"the budget is {'at least' if more_is_better else 'at most'} this"
-        )
+        reason = "within the budget" if held else f"{'below' if more_is_better else 'above'} the budget"
         if len(values) < len(runs):
             reason += f"; {len(runs) - len(values)} of {len(runs)} runs do not say it"
     return Outcome(

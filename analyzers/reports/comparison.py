@@ -16,6 +16,14 @@ __all__ = ["headline", "render_json", "render_markdown", "render_text", "value_t
 #: Causes shown of a kind; the JSON has them all.
 _MOST_CAUSES = 5
 
+_VERDICTS = {
+    "regression": "REGRESSION",
+    "improvement": "IMPROVEMENT",
+    "no change": "NO CHANGE",
+    "inconclusive": "INCONCLUSIVE",
+    "one run": "NOTHING CONCLUDED FROM ONE RUN",
+}
+
 _KINDS = {
     "phase": "phases of the step",
     "breakdown": "breakdown of the window",
@@ -43,15 +51,14 @@ def headline(comparison: Comparison) -> list[str]:
     first, second = duration(comparison.first.median_ns), duration(comparison.second.median_ns)
     runs = [f"{number} run{'s' if number > 1 else ''}" for number in ratio.runs]
     seen = f"{ratio.power * 10:.0f} times in 10"
-    smallest = f"A slow-down of {percent(ratio.smallest_change)} or more would have been seen {seen}"
-    if not ratio.several:
-        smallest += " if runs did not differ; they do, so take this as a lower bound"
+    at_best = "" if ratio.several else "at best, were all runs alike, "
+    smallest = f"{percent(ratio.smallest_change)} or more would {at_best}have been seen {seen}"
     sure = f"{ratio.confidence:.0%} interval of the ratio {ratio.low:.3f} to {ratio.high:.3f}"
     rule = f"{runs[0]} against {runs[1]}; a change counts from {percent(ratio.minimum_effect)} on"
     return [
-        f"{comparison.verdict.upper()}: a step takes {_change_words(ratio.ratio)} ({first} against {second})",
+        f"{_VERDICTS[comparison.verdict]}: a step takes {_change_words(ratio.ratio)} ({first} against {second})",
         f"{sure} ({rule})",
-        f"{smallest}.",
+        f"A slow-down of {smallest}.",
     ]
 
 

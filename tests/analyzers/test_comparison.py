@@ -113,6 +113,8 @@ def test_the_text_answers_in_its_first_lines_and_fits() -> None:
         assert part in head
     assert "backward" in head
     assert max(map(len, lines)) <= 100
+    alone = render_text(compare([run_facts("new", 115)], [run_facts("old", 100)])).splitlines()
+    assert alone[2].startswith("NOTHING CONCLUDED FROM ONE RUN") and max(map(len, alone)) <= 100
 
 
 def test_json_and_markdown_carry_the_same_numbers() -> None:
