@@ -109,12 +109,17 @@ def measure_run(analysis: Analysis) -> RunFacts:
 
 
 def _steady(analysis: Analysis, indexes: Array, durations: Array) -> Array:
-    """Mask of the steps that are not warm-up."""
+    """Mask of the steps that are neither warm-up nor a leftover of rolled-up detail."""
     mask = np.ones(len(durations), dtype=bool)
     if analysis.step_statistics is not None:
         mask &= ~np.isin(indexes, np.array(analysis.step_statistics.warm_up, dtype=np.int64))
     else:
         mask[: find_warm_up(durations)] = False
+    for rank in analysis.ranks:
+        rolled_up = rank.summary.metadata.get("rolled_up")
+        if isinstance(rolled_up, Mapping):
+            # Of these only the slowest are left in detail: they would make the run look slower.
+            mask &= (indexes < rolled_up["first"]) | (indexes > rolled_up["last"])
     return np.asarray(mask)
 
 

@@ -49,6 +49,15 @@ def test_warm_up_is_left_out_of_everything_that_is_measured_by_step() -> None:
     assert without.step_ns == facts.step_ns  # detected here, where nobody has said it
 
 
+def test_the_slowest_steps_that_a_roll_up_left_do_not_count() -> None:
+    table = steps_table(count=20)
+    table["end_ns"][:4] += 50 * MS  # steps 0 to 3 are what is left of 0 to 99
+    table["index"][4:] += 96
+    rolled_up = {**METADATA, "rolled_up": {"first": 0, "last": 99, "steps": 96}}
+    facts = measure_run(build([rank_result(0, steps=table, metadata=rolled_up)]))
+    assert facts.step_ns == (100 * MS,) * 16
+
+
 def test_phases_are_means_that_add_up_to_the_step() -> None:
     phases = parts_of(measure_run(build()), "phase")
     assert sum(phases.values()) == pytest.approx(100 * MS)
