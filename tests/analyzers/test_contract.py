@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from analysis_builders import build as healthy
+from analysis_builders import breakdown, build, communication, rank_result, steps_table
 from analysis_tables import summary_of
 
 from trine.analyzers import conclude, parse_selection, to_json
 from trine.analyzers.results import (
+    Analysis,
     CheckItem,
     Finding,
     Gain,
+    MemorySummary,
     Mfu,
     NotBound,
     Prediction,
@@ -34,6 +36,16 @@ RANK = {
 COLLECTIVE = {
     "op", "group", "ranks", "bytes", "calls", "transfer_ns", "wait_ns", "algbw_bytes_per_s", "busbw_bytes_per_s",
 }  # fmt: skip
+
+
+def healthy() -> Analysis:
+    memory = MemorySummary(100, 120, 1000, {"parameters": 40, "unattributed": 60}, False, 0, "device")
+    return build(
+        [
+            rank_result(rank, steps=steps_table(), window=breakdown(), part=communication(), memory=memory)
+            for rank in (0, 1)
+        ]
+    )
 
 
 def test_a_full_analysis_has_every_key_of_the_contract() -> None:
