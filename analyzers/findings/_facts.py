@@ -140,6 +140,11 @@ class Facts:
         return value
 
     @cached_property
+    def memo(self) -> dict[str, Any]:
+        """What several rules share and only one should work out; thousands of ranks make it worth it."""
+        return {}
+
+    @cached_property
     def on_accelerator(self) -> bool | None:
         """Whether the work ran on a device other than the CPU; None when nothing says."""
         kind = self.about("device", "type")

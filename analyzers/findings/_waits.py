@@ -24,6 +24,8 @@ CONSISTENT = 0.75
 #: On CPUs ranks share cores with each other and with everything else, and take turns at being late.
 #: Where too few steps are marked to tell a turn from a habit, one rank must cause most of all waiting.
 CPU_CAUSED_SHARE = 0.70
+#: Exposed communication in the phases below which they saw none of it.
+SEEN_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,56 +72,63 @@ def split_exposed(facts: Facts) -> Split | None:
     return Split(exposed.share, wait, transfer, exposed.basis)
 
 
-def _behind(facts: Facts, rank: RankFacts) -> tuple[float, float] | None:
-    """(median ns per step that the others are exposed longer than ``rank``, share of steps that holds).
+def _behind(facts: Facts) -> dict[int, tuple[float, float]]:
+    """rank → (median ns per step that the others are exposed longer than it, share of steps that holds).
 
     Where all meet in every step, the last to arrive waits least: what the least waiting of the others
     waits more than it is what it cost them. A median over steady steps, so warm-up does not count.
     """
-    if len(rank.durations) < MIN_STEPS:
-        return None
-    others = [other for other in facts.ranks if other is not rank and len(other.durations)]
-    common = set(rank.indexes.tolist()).intersection(*(other.indexes.tolist() for other in others))
-    if not others or len(common) < MIN_STEPS:
-        return None
-    steps = np.array(sorted(common))
-    own = _exposed_in(rank, steps)
-    least = np.min([_exposed_in(other, steps) for other in others], axis=0)
-    # Ranks whose phases show no exposed communication at all cannot say who waited.
-    if not least.any():
-        return None
-    return float(np.median(least - own)), float(np.mean(least > own))
+    known = [rank for rank in facts.ranks if len(rank.durations) >= MIN_STEPS]
+    if len(known) < 2:
+        return {}
+    steps = known[0].indexes
+    for rank in known[1:]:
+        steps = np.intersect1d(steps, rank.indexes)
+    if len(steps) < MIN_STEPS:
+        return {}
+    exposed = np.array(
+        [rank.phases["exposed_communication"][np.searchsorted(rank.indexes, steps)] for rank in known]
+    )
+    # Where phases show next to no exposed communication anywhere they cannot say who waited: FSDP's waits
+    # lie inside the forward and the backward pass.
+    if float(exposed.mean(axis=1).max()) < SEEN_SHARE * (facts.step_ns or 0):
+        return {}
+    # The least of the others is the least of all, but for the rank that holds it: there, the second.
+    lowest, second = np.partition(exposed, 1, axis=0)[:2]
+    holder = np.argmin(exposed, axis=0)
+    found = {}
+    for row, rank in enumerate(known):
+        more = np.where(holder == row, second, lowest) - exposed[row]
+        found[rank.rank] = (float(np.median(more)), float(np.mean(more > 0)))
+    return found
 
 
-def _exposed_in(rank: RankFacts, steps: np.ndarray) -> np.ndarray:
-    return np.asarray(rank.phases["exposed_communication"][np.searchsorted(rank.indexes, steps)])
+def _exposed_waits(facts: Facts) -> dict[int, float]:
+    """rank → exposed waiting, ns per step."""
+    return {
+        rank.rank: part.share * fraction * (facts.step_ns or 0)
+        for rank in facts.ranks
+        if (part := rank.exposed) is not None and (fraction := rank.wait_fraction) is not None
+    }
 
 
-def _lateness(facts: Facts, rank: RankFacts, total_caused: int) -> Late | None:
-    """What collectives and phases say of a rank, where they agree: the smaller cost of the two."""
+def _lateness(
+    facts: Facts, rank: RankFacts, total_caused: int, behind: tuple[float, float] | None, waited: float | None
+) -> Late | None:
+    """What collectives, phases and the others' waiting say of a rank, where they agree: the least of them."""
     communication = rank.result.communication
-    matched = communication is not None and communication.matched > 0
-    behind = _behind(facts, rank)
     costs: list[float] = []
-    if matched and communication is not None:
+    caused = None
+    if communication is not None and communication.matched > 0:
         costs.append(communication.lateness_ns / max(_steps_of(facts, rank), 1))
+        caused = communication.caused_wait_ns / total_caused if total_caused > 0 else None
     if behind is not None:
         costs.append(max(behind[0], 0.0))
-    waits = [
-        part.share * fraction * (facts.step_ns or 0)
-        for other in facts.ranks
-        if other is not rank
-        and (part := other.exposed) is not None
-        and (fraction := other.wait_fraction) is not None
-    ]
     # Overlapping waits are summed by the collective; the step feels no more than what was exposed.
-    if waits:
-        costs.append(max(waits))
+    if waited is not None:
+        costs.append(waited)
     if not costs:
         return None
-    caused = None
-    if matched and communication is not None and total_caused > 0:
-        caused = communication.caused_wait_ns / total_caused
     return Late(rank.rank, round(min(costs)), caused, behind[1] if behind is not None else None)
 
 
@@ -131,10 +140,26 @@ def _steps_of(facts: Facts, rank: RankFacts) -> int:
 
 
 def _all_late(facts: Facts) -> list[Late]:
+    found: list[Late] | None = facts.memo.get("late")
+    if found is None:
+        found = facts.memo["late"] = _work_out_late(facts)
+    return found
+
+
+def _work_out_late(facts: Facts) -> list[Late]:
     if facts.step_ns is None or len(facts.ranks) < 2:
         return []
     total = sum(r.result.communication.caused_wait_ns for r in facts.ranks if r.result.communication)
-    return [late for rank in facts.ranks if (late := _lateness(facts, rank, total)) is not None]
+    behind, waits = _behind(facts), _exposed_waits(facts)
+    longest = sorted(waits.items(), key=lambda pair: -pair[1])[:2]
+    found = []
+    for rank in facts.ranks:
+        # The longest wait of another rank.
+        waited = next((ns for other, ns in longest if other != rank.rank), None)
+        late = _lateness(facts, rank, total, behind.get(rank.rank), waited)
+        if late is not None:
+            found.append(late)
+    return found
 
 
 def late_ranks(facts: Facts) -> list[Late]:

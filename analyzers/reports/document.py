@@ -31,14 +31,16 @@ __all__ = [
 
 Point = tuple[float, float, float]
 
-#: Control characters (ANSI sequences first, whole), and the marks that reorder or hide text.
+#: Terminal sequences go whole; other unprintable characters (control, direction, surrogates) one by one.
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
 
 
 def clean(text: object) -> str:
     """Text from a trace as one printable line: no control, ANSI or direction characters."""
-    return " ".join(_CONTROL.sub(" ", _ANSI.sub("", str(text))).split())
+    plain = _ANSI.sub("", str(text))
+    if not plain.isprintable():
+        plain = "".join(character if character.isprintable() else " " for character in plain)
+    return " ".join(plain.split())
 
 
 def shorten(text: str, most: int) -> str:
