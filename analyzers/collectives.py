@@ -7,19 +7,20 @@ others had to wait in for it, and *caused wait* the others' wait over those.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trine.record.model import MISSING
+from trine.record.model import MISSING, Group
 
 from .clocks import Clock
 from .matching import Calls
 from .operations import bus_factor
+from .phase_excess import Doing, excess_phases
 from .results import CollectiveResult, Communication, HeatCell, LateActivity, RankSummary
 
 __all__ = ["Blame", "blame", "collective_results", "communications", "heat_cells"]
@@ -118,6 +119,7 @@ class _Tally:
 def communications(blames: Sequence[Blame], summaries: Mapping[int, RankSummary]) -> dict[int, Communication]:
     """Each rank's part in the matched calls; ranks without a matched call are absent."""
     tallies: dict[int, _Tally] = defaultdict(_Tally)
+    in_phases = excess_phases(summaries)
     for one in blames:
         if not len(one.transfer):
             continue
@@ -132,14 +134,25 @@ def communications(blames: Sequence[Blame], summaries: Mapping[int, RankSummary]
             if len(guilty):
                 tally.caused += int(caused[guilty].sum())
                 tally.lateness += int(one.late[guilty].sum())
-                _note_doings(tally, summaries[rank], one.calls.rows[guilty, column], one.late[guilty])
+                rows = one.calls.rows[guilty, column]
+                _note_doings(tally, summaries[rank], rows, one.late[guilty], in_phases)
     return {rank: _communication(tally) for rank, tally in tallies.items()}
 
 
-def _note_doings(tally: _Tally, summary: RankSummary, rows: Array, late: Array) -> None:
-    for row, amount in zip(rows.tolist(), late.tolist(), strict=True):
+def _note_doings(
+    tally: _Tally,
+    summary: RankSummary,
+    rows: Array,
+    late: Array,
+    in_phases: Callable[[int, int], Doing],
+) -> None:
+    table = summary.collectives
+    steps = table["step"][rows] if table is not None else np.full(len(rows), MISSING)
+    for row, amount, step in zip(rows.tolist(), late.tolist(), steps.tolist(), strict=True):
         activity = summary.activity[row] if summary.activity else "unknown"
         example = summary.activity_example[row] if summary.activity_example else None
+        if activity == "unknown":
+            activity, example = in_phases(summary.rank, step) or (activity, example)
         tally.doing[activity] += amount
         if example is not None and amount > tally.examples.get(activity, (0, ""))[0]:
             tally.examples[activity] = (amount, example)
@@ -202,22 +215,26 @@ def _collective(op: str, group: str, parts: list[Blame]) -> CollectiveResult:
     )
 
 
-def heat_cells(blames: Sequence[Blame]) -> tuple[HeatCell, ...]:
-    """Wait and transfer by rank and kind of collective, kinds with most wait first."""
-    groups = {(one.calls.operation, one.calls.group) for one in blames if len(one.transfer)}
-    lone = {op for op, _ in groups if sum(other == op for other, _ in groups) == 1}
+def heat_cells(blames: Sequence[Blame], groups: Iterable[Group] = ()) -> tuple[HeatCell, ...]:
+    """Wait and transfer by rank and kind of collective, kinds with most wait first.
+
+    Groups of one description (all tensor-parallel groups, say) are one kind, so that a rank has one
+    cell in it.
+    """
+    named = {group.id: group.description for group in groups if group.description}
+    timed = [one for one in blames if len(one.transfer)]
+    kinds = [(one.calls.operation, named.get(one.calls.group, one.calls.group)) for one in timed]
+    of_operation = Counter(operation for operation, _ in set(kinds))
     cells: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for one in blames:
-        if not len(one.transfer):
-            continue
-        op, group = one.calls.operation, one.calls.group
-        name = op if op in lone else f"{op} in {group or 'unnamed group'}"
+    for one, (operation, group) in zip(timed, kinds, strict=True):
+        several = of_operation[operation] > 1
+        name = f"{operation} in {group or 'unnamed group'}" if several else operation
         for column, rank in enumerate(one.calls.ranks):
             cell = cells[name, rank]
             cell[0] += int(one.wait[:, column].sum())
             cell[1] += int(one.transfer.sum())
             cell[2] += len(one.transfer)
-    weight: dict[str, int] = defaultdict(int)
+    weight: Counter[str] = Counter()
     for (name, _), cell in cells.items():
         weight[name] += cell[0]
     ordered = sorted(cells.items(), key=lambda item: (-weight[item[0][0]], item[0]))

@@ -60,7 +60,7 @@ def conclude(
             for summary in summaries
         ),
         collectives=collective_results([*blames, *_unshared(alone, clocks)]),
-        heatmap=heat_cells(blames),
+        heatmap=heat_cells(blames, [group for summary in summaries for group in summary.groups]),
         step_statistics=statistics,
         mfu=mfu,
         kernels=add_up(summary.kernels for summary in summaries),

@@ -31,6 +31,8 @@ Array = npt.NDArray[Any]
 _WORTH_MATCHING = 0.5
 #: Places tried for the shorter list inside the longer, from either end.
 _MOST_PLACES = 512
+#: Calls compared at each place.
+_MOST_COMPARED = 1024
 #: More ranks than any job has, so that two of them fit into one int64.
 _MOST_RANKS = 1 << 31
 #: Larger than any buffer, small enough to leave room for an operation in one int64.
@@ -218,11 +220,9 @@ def _match_lines(label: str, lines: list[_Line], *, named: bool) -> tuple[list[_
         lines = [line for line, keep in zip(lines, worth, strict=True) if keep]
         if len(lines) < 2:
             return [], quality
-    by_sequence = _by_sequence(lines)
-    cut = by_sequence if by_sequence is not None else _by_order(lines if named else _in_common(lines))
+    cut, how = _same_calls(lines, named=named)
     lost = {line.rank: len(line.rows) - len(kept.rows) for line, kept in zip(lines, cut, strict=True)}
     if any(lost.values()):
-        how = "sequence numbers" if by_sequence is not None else _place_in_words(lines, cut)
         counted = ", ".join(f"rank {rank} {count}" for rank, count in lost.items() if count)
         quality.append(
             Quality(
@@ -233,6 +233,20 @@ def _match_lines(label: str, lines: list[_Line], *, named: bool) -> tuple[list[_
             )
         )
     return cut, quality
+
+
+def _same_calls(lines: list[_Line], *, named: bool) -> tuple[list[_Line], str]:
+    """The lines cut to their common calls, and by what they were recognised."""
+    found = _by_sequence(lines)
+    if found is not None:
+        return found, "sequence numbers"
+    candidates = lines if named else _in_common(lines)
+    if len({len(line.rows) for line in candidates}) > 1:
+        found = _by_step(candidates)
+        if found is not None:
+            return found, "step numbers"
+    cut = _by_order(candidates)
+    return cut, _place_in_words(lines, cut)
 
 
 def _in_common(lines: list[_Line]) -> list[_Line]:
@@ -294,6 +308,29 @@ def _numbered(sequence: Array) -> Array:
     return np.asarray(sequence * (int(repeat.max(initial=0)) + 1) + repeat)
 
 
+def _by_step(lines: list[_Line]) -> list[_Line] | None:
+    """Cut to the steps in which all ranks made the same calls; ``None`` where steps are not known of
+    all calls, or where fewer than half of the shortest list would be left."""
+    steps = [line.column("step") for line in lines]
+    if any((step == MISSING).any() or (np.diff(step) < 0).any() for step in steps):
+        return None
+    common: Array | None = None
+    programs: dict[int, bytes] = {}
+    for line, step in zip(lines, steps, strict=True):
+        numbers, first = np.unique(step, return_index=True)
+        parts = np.split(line.operation, first[1:])
+        if common is None:
+            programs = {int(n): part.tobytes() for n, part in zip(numbers, parts, strict=True)}
+            common = numbers
+        else:
+            same = [programs.get(int(n)) == part.tobytes() for n, part in zip(numbers, parts, strict=True)]
+            common = np.intersect1d(common, numbers[np.array(same, dtype=bool)])
+    masks = [np.isin(step, common) for step in steps]
+    if masks[0].sum() < _WORTH_MATCHING * min(len(line.rows) for line in lines):
+        return None
+    return [_taking(line, mask) for line, mask in zip(lines, masks, strict=True)]
+
+
 def _by_order(lines: list[_Line]) -> list[_Line]:
     """Cut all lines to the shortest one, at the place where each agrees with it best."""
     reference = min(lines, key=lambda line: (len(line.rows), line.rank))
@@ -330,6 +367,14 @@ def _paired(reference: _Line, line: _Line, lag: int) -> tuple[_Line, _Line]:
     return _taking(reference, slice(first, last)), _taking(line, slice(first + lag, last + lag))
 
 
+def _sampled(line: _Line) -> _Line:
+    """At most :data:`_MOST_COMPARED` calls, evenly spread: enough to tell a lag from another."""
+    count = len(line.rows)
+    if count <= _MOST_COMPARED:
+        return line
+    return _taking(line, np.linspace(0, count - 1, _MOST_COMPARED).astype(np.int64))
+
+
 def _end_differences(one: _Line, other: _Line) -> Array:
     first, second = one.column("end_ns"), other.column("end_ns")
     known = (first != MISSING) & (second != MISSING)
@@ -339,7 +384,7 @@ def _end_differences(one: _Line, other: _Line) -> Array:
 def _disagreement(reference: _Line, line: _Line, lag: int) -> tuple[float, float, float, float, float]:
     """How badly two lists fit at a lag, worst clue first: operations, sizes, the scatter of the end
     differences, steps, and last the clocks themselves, which only decide where nothing else can."""
-    one, other = _paired(reference, line, lag)
+    one, other = (_sampled(side) for side in _paired(reference, line, lag))
     ends = _end_differences(one, other)
     centre = integer_median(ends) if len(ends) else 0
     scatter = integer_median(np.abs(ends - centre)) if len(ends) else 0
@@ -356,7 +401,7 @@ def _disagreement(reference: _Line, line: _Line, lag: int) -> tuple[float, float
 def _fits(reference: _Line, line: _Line, lag: int) -> bool:
     """Whether two lists agree at a lag: the same operations, and each call's spans overlap once the
     clocks are set by the ends (nobody leaves a collective before the last has entered)."""
-    one, other = _paired(reference, line, lag)
+    one, other = (_sampled(side) for side in _paired(reference, line, lag))
     if not len(one.rows) or _share(one.operation == other.operation) < 0.9:
         return False
     start_1, end_1 = one.column("start_ns"), one.column("end_ns")

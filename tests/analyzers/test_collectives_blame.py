@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from analysis_tables import calls_at, summary_of
+from analysis_tables import calls_at, step_table, summary_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from trine.analyzers.conclusion import conclude
 from trine.analyzers.operations import bus_factor, canonical_operation, pattern_of
 from trine.analyzers.results import Analysis, RankSummary
 from trine.analyzers.selection import parse_selection
-from trine.record.model import Group, Job, Quality
+from trine.record.model import Group, Job, Quality, Strings
 
 MS = 1_000_000
 
@@ -155,6 +155,10 @@ def test_kinds_of_one_operation_are_told_apart_by_group_in_the_heatmap() -> None
     both = calls_at(ends - 5, ends, group=["a", "b"])
     names = {cell.collective for cell in concluded(summary_of(0, both), summary_of(1, both)).heatmap}
     assert names == {"all_reduce in a", "all_reduce in b"}
+    groups = (Group("a", None, "tp", (0, 1)), Group("b", None, "tp", (0, 1)))
+    both_tp = [summary_of(rank, both, groups=groups) for rank in (0, 1)]
+    cells = concluded(*both_tp).heatmap
+    assert [(cell.collective, cell.calls) for cell in cells] == [("all_reduce", 2)] * 2
 
 
 def test_the_same_note_of_many_ranks_is_said_once() -> None:
@@ -268,3 +272,20 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
     assert {bus_factor(op, 8) for op in ("broadcast", "reduce", "send_recv")} == {1.0}
     assert bus_factor("all_reduce", 1) == 1.0
     assert pattern_of("barrier") == "all" and pattern_of("gather") == "to_root"
+
+
+def test_where_spans_do_not_tell_the_phases_of_the_step_do() -> None:
+    """An always-on record has no operators; rank 1 took longer than the others in data, then in nothing."""
+
+    def recorded(rank: int, starts: list[int], data: list[int]) -> RankSummary:
+        phases = [[amount, 0, 10, 10, 10, 100 - amount, 5] for amount in data]
+        steps = step_table(Strings(), [(3, 0, 135), (4, 135, 270)], phases)
+        return summary_of(rank, calls_at(starts, [1000, 2000], step=[3, 4]), steps=steps)
+
+    analysis = concluded(recorded(0, [100, 1100], [5, 7]), recorded(1, [400, 1300], [50, 7]))
+    share = analysis.ranks[1].communication
+    assert share is not None
+    assert [(one.activity, one.total_ns, one.example) for one in share.late_doing] == [
+        ("loader", 300, "phase data"),
+        ("unknown", 200, None),
+    ]

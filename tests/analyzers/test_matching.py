@@ -64,6 +64,25 @@ def test_steps_decide_where_everything_repeats() -> None:
     assert only(matched).rows[0].tolist() == [2, 0]
 
 
+def test_steps_that_a_rank_lost_are_left_out_in_the_middle_too() -> None:
+    """Roll-ups keep other slow steps whole on other ranks."""
+    ends = times(20)
+    steps = np.arange(20) // 4
+    kept = np.flatnonzero(np.isin(steps, (0, 2, 4)))
+    odd = np.flatnonzero(np.isin(steps, (0, 1, 2, 4)))[:-1]  # and its step 4 lacks a call
+    summaries = [
+        summary_of(0, rank_calls(ends, step=steps)),
+        summary_of(1, rank_calls(ends[kept], step=steps[kept])),
+        summary_of(2, rank_calls(ends[odd], step=steps[odd])),
+    ]
+    matched, _, quality = match_collectives(summaries)
+    assert only(matched).rows.tolist() == [
+        [a, b, c]
+        for a, b, c in zip([0, 1, 2, 3, 8, 9, 10, 11], range(8), [0, 1, 2, 3, 8, 9, 10, 11], strict=True)
+    ]
+    assert "step numbers" in quality[0].message
+
+
 def test_sequence_numbers_are_the_identity_of_a_call() -> None:
     ends = times(6)
     summaries = [
