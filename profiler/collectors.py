@@ -103,6 +103,8 @@ class Collectors:
 
     def stop(self) -> None:
         """Stop observing; what was observed stays to be drained."""
+        if self._flops is not None:
+            self._guard.run("flops", self._flops.close)
         if self._windows is not None:
             self._guard.run("windows", self._windows.close)
         if self.source is not None:

@@ -63,7 +63,7 @@ class FlopCounter:
 
     def __init__(self, note: Note) -> None:
         self._note = note
-        self._seen = 0
+        self._first: int | None = None
         self._mode: Any = None
         self._over = False
         #: Index of the step that was counted, ``None`` before.
@@ -75,8 +75,9 @@ class FlopCounter:
             self.close()
             self._open()
             return
-        self._seen += 1
-        if self._over or self._seen <= COUNTED_STEP:
+        if self._first is None:
+            self._first = index
+        if self._over or index < self._first + COUNTED_STEP:
             return
         self._over = True
         if _compiled_code_runs():

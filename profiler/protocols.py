@@ -54,6 +54,9 @@ class FlopCounting(Protocol):
     def end_step(self, index: int) -> Mapping[str, float] | None:
         """``{"counted": model FLOPs, "executed": with recomputation}`` of the step that was counted, else ``None``."""
 
+    def close(self) -> None:
+        """Stop counting: the loop may have ended within the step that is counted."""
+
 
 class DeepWindowing(Protocol):
     """``DeepWindows(folder, rank, world_size, local_rank, windows, note)`` in ``profiler/windows.py``.

@@ -6,6 +6,7 @@ another is prepared or running, and makes way for one that begins meanwhile: :cl
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import json
 import logging
@@ -66,6 +67,31 @@ class OtherProfilers:
             self._class.__exit__ = self._exit
 
 
+class _QuietAllocator:
+    """Holds back c10's log lines at level WARNING while a window runs.
+
+    With memory recorded, the CPU's allocator logs a line about blocks that are older than the window: true, expected, and
+    noise on the user's standard error. Does nothing where this torch has no such switch.
+    """
+
+    def __init__(self) -> None:
+        self._level: Any = None
+        self._before = 0
+        try:
+            import torch
+
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+            self._level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+        except (OSError, ValueError):
+            return
+        self._before = int(self._level.value)
+        self._level.value = max(self._before, 2)
+
+    def close(self) -> None:
+        if self._level is not None:
+            self._level.value = self._before
+
+
 class WindowTrace:
     """A running window. Created and used in the training thread, between steps."""
 
@@ -85,6 +111,7 @@ class WindowTrace:
                 with_stack=stacks,
             )
             self._profiler.start()
+            self._quiet = _QuietAllocator()
         finally:
             others.ours_starts = False
             if quiet:
@@ -116,7 +143,10 @@ class WindowTrace:
         if self.steps:
             told = json.dumps({"steps": self.steps})
             self._profiler.add_metadata_json("trine", told)
-        self._profiler.stop()
+        try:
+            self._profiler.stop()
+        finally:
+            self._quiet.close()
 
     def save(self, path: Path) -> None:
         """Write the trace as JSON. Kineto holds the interpreter while it writes, so no thread would help."""
