@@ -182,6 +182,27 @@ def test_a_rank_that_recorded_almost_nothing_is_left_out_and_said() -> None:
     assert quality[0].id == "collectives-left-out" and "[2]" in quality[0].message
 
 
+def test_a_member_that_recorded_nothing_of_its_group_is_said() -> None:
+    groups = (Group("0", None, None, (0, 1, 2, 3)),)
+    summaries = [summary_of(r, rank_calls(times(4)), groups=groups) for r in (0, 1)] + [
+        summary_of(2, groups=groups)
+    ]
+    matched, _, quality = match_collectives(summaries)
+    assert only(matched).ranks == (0, 1)
+    assert [note.id for note in quality] == ["collectives-left-out"] and "[2]" in quality[0].message
+
+
+def test_sequence_numbers_that_contradict_the_times_are_not_believed() -> None:
+    """All calls are alike, and one rank's observer began to count a call later."""
+    ends = times(10)
+    summaries = [
+        summary_of(0, rank_calls(ends, sequence=np.arange(10))),
+        summary_of(1, rank_calls(ends[1:], sequence=np.arange(9))),
+    ]
+    matched, _, _ = match_collectives(summaries)
+    assert only(matched).rows.tolist() == [[i + 1, i] for i in range(9)]
+
+
 def test_calls_that_never_overlap_are_not_the_same_calls() -> None:
     one = np.cumsum(np.random.default_rng(1).integers(10**6, 10**8, 30))
     other = np.cumsum(np.random.default_rng(2).integers(10**6, 10**8, 30))
