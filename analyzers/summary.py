@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trine.record.model import MISSING, Quality, Rank, Table
+from trine.record.model import MISSING, SCHEMAS, Quality, Rank, Strings, Table
 
 from .activity import before_collectives
 from .breakdown import break_down, device_rows, has_device_work, windows_in
@@ -87,18 +87,28 @@ def _collectives(
     untimed = table is None or bool((table["end_ns"] == MISSING).all())
     if untimed and rank.windows:
         # The always-on table of NCCL has no ends; deep windows have.
-        for window, chosen in windows_in(rank, selection):
-            if window.collectives is not None and len(window.collectives):
-                quality.append(
-                    Quality(
-                        "collectives-from-window",
-                        "info",
-                        "starts and ends of collectives are known in deep windows only; transfer and wait cover those",
-                        rank.rank,
-                    )
-                )
-                return _reduced(window, chosen)
+        parts = [_reduced(window, chosen) for window, chosen in windows_in(rank, selection)]
+        tables = [part for part, _, _ in parts if part is not None and len(part)]
+        if tables:
+            message = (
+                "starts and ends of collectives are known in deep windows only; transfer and wait cover those"
+            )
+            quality.append(Quality("collectives-from-window", "info", message, rank.rank))
+            activity = tuple(one for _, activities, _ in parts for one in activities)
+            examples = tuple(one for _, _, found in parts for one in found)
+            return _concatenated(tables), activity, examples
     return _reduced(rank, selected)
+
+
+def _concatenated(tables: list[Table]) -> Table:
+    """Tables of one schema, each with its own strings, as one."""
+    strings = Strings()
+    columns: dict[str, list[Array]] = defaultdict(list)
+    for table in tables:
+        codes = np.array([*(strings.code(text) for text in table.strings.values), -1], dtype=np.int32)
+        for name, kind in SCHEMAS[table.name].items():
+            columns[name].append(codes[table[name]] if kind == "text" else table[name])
+    return Table(tables[0].name, {name: np.concatenate(parts) for name, parts in columns.items()}, strings)
 
 
 def _reduced(rank: Rank, selected: Selected) -> tuple[Table | None, tuple[str, ...], tuple[str | None, ...]]:

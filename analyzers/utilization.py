@@ -53,7 +53,13 @@ def find_hardware(summaries: Sequence[RankSummary]) -> tuple[Hardware, list[Qual
         quality.append(Quality("mixed-hardware", "warning", message))
     peaks = _peaks(name, summaries)
     if peaks is None:
-        message = f"no peak is known for {name!r}, so there is no MFU; run `trine hardware --calibrate` on it"
+        other = calibrated(name)
+        message = (
+            f"no peak is known for {name!r}, so there is no MFU; run `trine hardware --calibrate` on it"
+            if other is None
+            else f"{name!r} was calibrated for other thread counts than this run's, so there is no MFU; "
+            f"run with OMP_NUM_THREADS={other.threads}"
+        )
         quality.append(Quality("unknown-hardware", "info", message))
         return Hardware(name, count, memory_bytes=_declared_memory(summaries)), quality
     return _with_peaks(name, count, peaks, summaries), quality
