@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from trine.record.errors import TrineError
 
 from . import session as sessions
 from .batches import measure_batch
@@ -259,6 +262,8 @@ class Discovery:
         self._inside = False
         self.session: AutomaticSession | None = None
         self._over = False
+        #: A configuration could not be applied: the script was ended.
+        self.refused = False
         #: The script opened a session of its own, which records.
         self.recorded_by_script = False
 
@@ -375,6 +380,18 @@ class Discovery:
             self._watched.add(id(module))
             session.guard.run("models", session._hooks.watch, module)
 
+    def _apply(self, models: list[Any]) -> None:
+        """What a configuration changes. A key that cannot be applied ends the script here, before its first step."""
+        if self._prepare is None:
+            return
+        try:
+            self._prepare(models, self._optimizers)
+        except TrineError as error:
+            self._over = self.refused = True
+            self._remove_all()
+            print(f"trine: {' '.join(str(error).split())}", file=sys.stderr, flush=True)  # noqa: T201
+            raise SystemExit(error.exit_code) from None
+
     def _begin(self, module: Any) -> bool:
         """Open the session, once. Faults cost the record, never the run."""
         if self.session is not None or self._over:
@@ -387,8 +404,7 @@ class Discovery:
             return False
         try:
             models = outermost_modules(self._optimizers)
-            if self._prepare is not None:
-                self._prepare(models, self._optimizers)
+            self._apply(models)
             session = self._make(models, list(self._optimizers))
             session.__enter__()
             self.session = session

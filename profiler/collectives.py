@@ -22,7 +22,7 @@ import numpy as np
 from trine.record.model import MISSING
 
 from .flight import FlightEntry, FlightReader
-from .groups import global_rank
+from .groups import global_rank, process_groups
 from .observer import ObserverSource, standard_operation
 from .observer_build import ensure_built, why_not_built
 from .protocols import CollectiveSource, Note
@@ -172,6 +172,7 @@ class PythonSource:
             if original is not None:
                 self._originals[method] = original
                 setattr(ProcessGroup, method, self._wrapped(getattr(ProcessGroup, method), method))
+        process_groups()
         self._flight.read()
         self._flight.allow_next()
         self._enqueued = self._flight.enqueued() or 0
@@ -221,6 +222,7 @@ class PythonSource:
     def drain(self) -> Mapping[str, Sequence[Any]]:
         """Ended calls, and what the flight recorder knows beyond them."""
         ready = self._ready()
+        process_groups()
         behind = time.time_ns() - time.perf_counter_ns()
         beyond: list[FlightEntry] = []
         entries = self._entries()

@@ -27,16 +27,19 @@ def live_groups() -> list[tuple[str, Any]]:
     return [(str(world.pg_names.get(group, "")), group) for group in list(world.pg_map)]
 
 
+#: Every group that was seen alive, by name: scripts destroy theirs before the record is closed.
+_seen: dict[str, Group] = {}
+
+
 def process_groups() -> tuple[Group, ...]:
-    """The same as :class:`~trine.record.model.Group`; ``ranks`` are global ranks by rank in the group."""
+    """Groups that are or were seen alive; ``ranks`` are global ranks, in the order of ranks in the group."""
     world = _world()
-    found = []
     for name, group in live_groups():
         ranks = dict(world.pg_group_ranks.get(group, {}))
         description = getattr(group, "group_desc", None)
         told = description if description and description != "undefined" else None
-        found.append(Group(name, name, told, tuple(sorted(ranks, key=lambda rank: ranks[rank]))))
-    return tuple(found)
+        _seen[name] = Group(name, name, told, tuple(sorted(ranks, key=lambda rank: ranks[rank])))
+    return tuple(_seen.values())
 
 
 def global_rank(group: Any, rank: int) -> int | None:

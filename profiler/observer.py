@@ -23,7 +23,7 @@ import numpy.typing as npt
 from trine.record.model import MISSING
 
 from .flight import FlightEntry, FlightReader
-from .groups import GlooThreads, live_groups
+from .groups import GlooThreads, process_groups
 from .point_to_point import PointToPointCalls
 from .protocols import Note
 
@@ -191,6 +191,7 @@ class ObserverSource:
         self._calls.start()
         self._library.enable()
         self._threads.refresh()
+        process_groups()
         for entry in self._flight.read():
             if not entry.is_p2p:
                 self._base[entry.group] = max(self._base.get(entry.group, 0), entry.collective_seq_id)
@@ -278,7 +279,7 @@ class ObserverSource:
                 "the process group of some collectives is unknown: gloo does not tell it, and its threads could not "
                 "be told apart",
             )
-        sizes = {name: group.size() for name, group in live_groups()}
+        sizes = {group.id: len(group.ranks) for group in process_groups()}
         told = raw["group_size"].tolist()
         rows.size = [sizes.get(group or "", told[row]) for row, group in enumerate(rows.group)]
 

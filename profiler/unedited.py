@@ -79,7 +79,7 @@ def _finish(discovery: Any, path: Path, information: tuple[Any, Any, Any]) -> No
         where = path
     if session is not None and session.completed:
         line = f"trine: recorded {session.completed} steps in {where}; read them with: trine analyze {where}"
-    elif discovery is not None and discovery.recorded_by_script:
+    elif discovery is not None and (discovery.recorded_by_script or discovery.refused):
         return
     else:
         line = (

@@ -73,10 +73,9 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 def _require_no_code(config: Config) -> None:
     """Raise ``UsageError`` with the first key that a script must apply itself."""
-    from trine.optim.techniques import refusals
-    from trine.optim.techniques._unedited import needs_code
+    from trine.optim.techniques._unedited import refusals_without_code
 
-    for reason in (*refusals(config).values(), *needs_code(config).values()):
+    for reason in refusals_without_code(config).values():
         raise UsageError(reason)
 
 
