@@ -54,7 +54,11 @@ REMEDIES: dict[str, tuple[str, dict[str, Any], str]] = {
         "Its host is slower than the others': look for other processes on its cores, or launch less.",
     ),
 }
-_UNKNOWN = ("", {}, "Record a deep window on that rank to see what it does before it arrives.")
+_UNKNOWN: tuple[str, dict[str, Any], str] = (
+    "",
+    {},
+    "Record a deep window on that rank to see what it does before it arrives.",
+)
 
 
 def _doing(facts: Facts, rank: RankFacts) -> LateActivity | None:

@@ -168,7 +168,8 @@ def _some(values: Sequence[int], most: int = 12) -> str:
 
 
 def _step_series(text: Words, limits: Limits) -> Series | None:
-    lines, cells = [], []
+    lines: list[tuple[str, tuple[tuple[float, float], ...]]] = []
+    cells: list[tuple[str, ...]] = []
     for rank in limits.ranks:
         steps, own = rank.summary.steps, rank.summary.step_statistics
         if steps is not None and len(steps) > 1 and len(lines) < MOST_LINES:
