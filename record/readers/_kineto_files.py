@@ -464,13 +464,24 @@ def _one_of(rank: int, files: list[_Found], notes: list[Quality]) -> _Found:
     return best
 
 
+def _ranks_by_name(files: list[_Found]) -> list[int] | None:
+    """Ranks from the most certain part of the names that tells all files apart: the file's, else a folder's."""
+    for pattern in _RANK_NAMES:
+        for level in range(1, _DEEPEST + 1):
+            parts = [Path(each.name).parts for each in files]
+            found = [pattern.search(part[-level]) if len(part) >= level else None for part in parts]
+            ranks = [int(match[1]) for match in found if match]
+            if len(ranks) == len(files) == len(set(ranks)):
+                return ranks
+    return None
+
+
 def _name_ranks(silent: list[_Found], ranked: dict[int, _Found], notes: list[Quality]) -> None:
     """Ranks of files that do not state one: from names when those tell them apart, else in order of name."""
-    named = [_rank_of_name(each.name) for each in silent]
-    usable = None not in named and len(set(named)) == len(named) and not set(named) & set(ranked)
-    if usable:
+    named = _ranks_by_name(silent)
+    if named is not None and not set(named) & set(ranked):
         for rank, each in zip(named, silent, strict=True):
-            ranked[int(rank or 0)] = each
+            ranked[rank] = each
         how = "ranks are taken from file names"
     else:
         free = (rank for rank in range(len(silent) + len(ranked) + 1) if rank not in ranked)

@@ -8,11 +8,11 @@ commas too many. Everything is tried on text that failed to decode, never on tex
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from ._kineto_events import DECODE_ERRORS, Event, decode_events, lenient_event
 
-__all__ = ["BETWEEN_EVENTS", "mend", "pieces"]
+__all__ = ["BETWEEN_EVENTS", "Mended", "mend"]
 
 #: The end of one object of an array and the start of the next.
 BETWEEN_EVENTS = re.compile(rb"\}\s*,[\s,]*(?=\{)")
@@ -24,6 +24,8 @@ _NOT_A_NUMBER = re.compile(
 )
 _HUGE = re.compile(rb"(:\s*)-?\d+(?:\.\d+)?[eE]\+?\d{3,}(?=\s*[,}])|(:\s*)-?\d{1000,}(?=\s*[,}])")
 _ESCAPE = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|(.))', re.DOTALL)
+_JOINED = 24  # pieces that are tried as one event at most
+_LARGEST_EVENT_BYTES = 1 << 18  # beyond that it is no event but rubble, and every repair would cost seconds
 _EVENT_START = re.compile(rb'\{\s*"(?:ph|name|cat)"\s*:')
 _QUOTE = re.compile(rb'\\.|"', re.DOTALL)
 #: After a quote that really ends a string comes one of these.
@@ -32,18 +34,68 @@ _AFTER_STRING = re.compile(
 )
 
 
-def mend(text: bytes) -> tuple[list[Event], int, int]:
-    """Events of a chunk ``{…}, {…}`` that does not decode: the events, how many were repaired, how many given up."""
-    events: list[Event] = []
-    repaired = dropped = 0
-    for piece in pieces(text):
-        found, changed = _mend_piece(piece)
-        if not found and piece.strip(b" \t\r\n,"):
-            found = _sound_within(piece)
-            dropped += 1
-        events += found
-        repaired += changed
-    return events, repaired, dropped
+@dataclass(slots=True)
+class Mended:
+    """What came out of a broken text; ``consumed`` bytes of it are done with."""
+
+    events: list[Event] = field(default_factory=list)
+    repaired: int = 0
+    dropped: int = 0
+    consumed: int = 0
+
+
+def mend(text: bytes, final: bool = True) -> Mended:
+    """Events of a text ``{…}, {…}`` that does not decode.
+
+    Unless ``final``, more text follows: what is broken at the very end may be cut, and is not consumed.
+    """
+    result = Mended()
+    bounds = [
+        *((match.start() + 1, match.end()) for match in BETWEEN_EVENTS.finditer(text)),
+        (len(text), len(text)),
+    ]
+    index, lost = 0, False
+    while index < len(bounds):
+        start = result.consumed
+        events, changed, last = _mend_from(text, start, bounds, index)
+        if not events and text[start : bounds[index][0]].strip(b" \t\r\n,"):
+            if not final and bounds[min(index + _JOINED, len(bounds) - 1)][0] == len(text):
+                break
+            last = index
+            piece = text[start : bounds[index][0]]
+            events = _sound_within(piece)
+            # What is left of an event that was given up begins in its middle and is not counted again.
+            result.dropped += not lost or _EVENT_START.match(piece.lstrip(b" \t\r\n,")) is not None
+            lost = True
+        elif not final and bounds[last][0] == len(text):
+            break
+        else:
+            lost = False
+        result.events += events
+        result.repaired += changed
+        result.consumed = bounds[last][1]
+        index = last + 1
+    return result
+
+
+def _mend_from(
+    text: bytes, start: int, bounds: list[tuple[int, int]], index: int
+) -> tuple[list[Event], int, int]:
+    """What begins at ``start``, how many of it were changed, and the boundary where it ends.
+
+    The nearest boundary may lie in an array of objects inside the event; then one further on is the end.
+    """
+    for last in range(index, min(index + _JOINED, len(bounds))):
+        piece = text[start : bounds[last][0]]
+        if last > index and len(piece) > _LARGEST_EVENT_BYTES:
+            break
+        balanced = piece.count(b"{") <= piece.count(b"}")
+        if last > index and not balanced:
+            continue
+        events, changed = _mend_piece(piece)
+        if events or balanced:
+            return events, changed, last
+    return [], 0, index
 
 
 def _sound_within(piece: bytes) -> list[Event]:
@@ -57,31 +109,11 @@ def _sound_within(piece: bytes) -> list[Event]:
     return events
 
 
-def pieces(text: bytes) -> Iterator[bytes]:
-    """The objects of ``{…}, {…}``, each as text; a cut inside an object is healed by joining a few."""
-    start = joined = 0
-    for match in BETWEEN_EVENTS.finditer(text):
-        piece = text[start : match.start() + 1]
-        if joined < 16 and not _closed(piece):
-            joined += 1
-            continue  # an array of objects inside the event
-        yield piece
-        start, joined = match.end(), 0
-    yield text[start:]
-
-
-def _closed(piece: bytes) -> bool:
-    """Whether the brackets of an object balance, strings left aside as far as they can be told."""
-    if piece.count(b"{") <= piece.count(b"}"):
-        return True
-    bare = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", piece, flags=re.DOTALL)
-    return bare.count(b"{") <= bare.count(b"}")
-
-
 def _mend_piece(piece: bytes) -> tuple[list[Event], int]:
     """What a piece holds, one event as a rule, and how many of them had to be changed."""
     attempt = piece.strip(b" \t\r\n,")
-    for repair in (None, _lightly, _quoted):
+    repairs = (None, _lightly, _quoted) if len(attempt) < _LARGEST_EVENT_BYTES else (None,)
+    for repair in repairs:
         attempt = repair(attempt) if repair else attempt
         events = _decoded(attempt)
         if events is not None:

@@ -6,6 +6,8 @@ stays flat. A cut is proved by decoding: an object that was cut inside cannot be
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import zlib
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import msgspec
 
 from ..errors import UnreadableInput
 from ._kineto_events import DECODE_ERRORS, Event, Facts, decode_events
-from ._kineto_repair import BETWEEN_EVENTS, mend, pieces
+from ._kineto_repair import Mended, mend
 
 __all__ = ["Findings", "Readable", "TraceStream", "blocks"]
 
@@ -26,6 +28,8 @@ _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _LIST = re.compile(rb"\s*\[")
 _OBJECT = re.compile(rb"\s*\{")
 _CLOSING = re.compile(rb"[\s,]*\]\s*(?:,(?P<rest>[\s\S]*)|\}?\s*)\Z")
+#: A likely cut: the end of an object, then the start of an event.
+_BEFORE_EVENT = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts|dur|args|id|s)"\s*:)')
 _END_OF_EVENTS = re.compile(
     rb"[\]}][\s,]*\](?=\s*,\s*\"(?:traceName|displayTimeUnit|baseTimeNanoseconds|distributedInfo|deviceProperties|"
     rb"schemaVersion|trace_id|host_name|[a-z_]+_version|with_\w+|record_shapes|profile_memory|metadata)\"\s*:)"
@@ -59,34 +63,41 @@ def blocks(file: Readable, findings: Findings, size: int = CHUNK_BYTES) -> Itera
             yield first
             first = file.read(size)
         return
+    yield from _inflate(first, file, findings, size)
+
+
+def _inflate(compressed: bytes, file: Readable, findings: Findings, size: int) -> Iterator[bytes]:
     decoder = zlib.decompressobj(wbits=31)
-    compressed = first
-    finished = False
-    try:
-        while compressed:
+    while compressed:
+        before = decoder.copy()
+        try:
             data = decoder.decompress(compressed, size)
-            if data:
-                yield data
-            compressed = decoder.unconsumed_tail
-            if decoder.eof:
-                finished = True
-                rest = decoder.unused_data
-                if len(rest) < 18:
-                    rest += file.read(size)
-                if rest[:2] != b"\x1f\x8b":  # padding after the last member
-                    return
-                decoder, compressed, finished = zlib.decompressobj(wbits=31), rest, False
-            elif not compressed:
-                compressed = file.read(1 << 20)
-        last = decoder.flush()
-        if last:
-            yield last
-    except zlib.error as error:
-        findings.damaged = str(error)
-    except EOFError:
-        findings.damaged = "the compressed stream ends early"
-    if not finished and findings.damaged is None:
-        findings.damaged = "the compressed stream ends early"
+        except zlib.error as error:
+            findings.damaged = str(error)
+            yield _salvaged(before, compressed)
+            return
+        if data:
+            yield data
+        if decoder.eof:
+            rest = decoder.unused_data
+            if len(rest) < 18:
+                rest += file.read(size)
+            if rest[:2] != b"\x1f\x8b":  # the end, or padding after it
+                return
+            decoder, compressed = zlib.decompressobj(wbits=31), rest
+        else:
+            compressed = decoder.unconsumed_tail or file.read(1 << 20)
+    findings.damaged = "the compressed stream ends early"
+    yield decoder.flush()
+
+
+def _salvaged(decoder: zlib._Decompress, compressed: bytes) -> bytes:
+    """What comes out before the damage: a call that fails gives nothing, so go byte by byte."""
+    out = []
+    with contextlib.suppress(zlib.error):
+        for position in range(len(compressed)):
+            out.append(decoder.decompress(compressed[position : position + 1]))
+    return b"".join(out)
 
 
 class TraceStream:
@@ -171,24 +182,28 @@ class TraceStream:
         if len(buffer) < self._next_try:
             return []
         self._next_try = 2 * len(buffer)  # where no cut is found, not to try at every block
-        tried = 0
-        for match in self._boundaries_from_the_end():
-            text = buffer[: match.start() + 1]
+        for match in itertools.islice(self._boundaries_from_the_end(), 3):
             try:
-                events = decode_events(b"[" + text + b"]")
+                events = decode_events(b"[" + buffer[: match.start() + 1] + b"]")
             except DECODE_ERRORS:
-                tried += 1
-                if tried < 3:
-                    continue
-                if _END_OF_EVENTS.search(text):
-                    return []  # this is the metadata after the events
-                events, repaired, dropped = mend(text)
-                self.findings.repaired += repaired
-                self.findings.dropped += dropped
-            self._buffer = buffer[match.end() :]
-            self._next_try = CHUNK_BYTES // 2
-            return events
-        return []
+                continue
+            return self._took(events, match.end())
+        if _END_OF_EVENTS.search(buffer):
+            return []  # these are the facts after the events
+        mended = mend(buffer, final=False)
+        if not mended.consumed:
+            return []
+        self._count(mended)
+        return self._took(mended.events, mended.consumed)
+
+    def _took(self, events: list[Event], length: int) -> list[Event]:
+        self._buffer = self._buffer[length:]
+        self._next_try = CHUNK_BYTES // 2
+        return events
+
+    def _count(self, mended: Mended) -> None:
+        self.findings.repaired += mended.repaired
+        self.findings.dropped += mended.dropped
 
     def _boundaries_from_the_end(self) -> Iterator[re.Match[bytes]]:
         buffer = self._buffer
@@ -196,7 +211,7 @@ class TraceStream:
         end = len(buffer)
         while True:
             start = max(0, end - window)
-            found = list(BETWEEN_EVENTS.finditer(buffer, start, end))
+            found = list(_BEFORE_EVENT.finditer(buffer, start, end))
             if found or start == 0:
                 yield from reversed(found)
                 return
@@ -230,12 +245,11 @@ class TraceStream:
         try:
             return decode_events(b"[" + body + b"]")
         except DECODE_ERRORS:
-            events, repaired, dropped = mend(body)
-        if tail is None and dropped and not body.rstrip().endswith(b"}"):
-            dropped -= 1  # the event that was cut off
-        self.findings.repaired += repaired
-        self.findings.dropped += dropped
-        return events
+            mended = mend(body)
+        if tail is None and mended.dropped and not body.rstrip().endswith(b"}"):
+            mended.dropped -= 1  # the event that was cut off
+        self._count(mended)
+        return mended.events
 
     def _split_tail(self, rest: bytes) -> tuple[bytes, bytes | None]:
         """Events, and the members after them; ``None`` instead of the latter where the file was cut."""
@@ -247,11 +261,13 @@ class TraceStream:
             closing = _CLOSING.match(b"]" + tail)
             if closing is None:
                 continue
-            last = list(pieces(body[-(1 << 16) :]))[-1]
+            last = body[body.rfind(b"},", 0, len(body)) + 1 :]
             if last.count(b"{") > last.count(b"}"):
                 continue  # the end of an array inside an event or inside the members after them
             return body, (closing["rest"] or b"")
         stripped = rest.lstrip()
         if stripped.startswith(b"]"):
             return b"", stripped[1:].lstrip(b" \t\r\n,")
+        if b"{" not in rest and b"]" in rest:  # a list of something else
+            return rest[: rest.rindex(b"]")], b""
         return rest, None

@@ -9,7 +9,7 @@ double never exists.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def nanoseconds_of(text: bytes) -> int:
         if not value.is_finite() or abs(value) > _LARGEST_MICROSECONDS:
             return MISSING
         return int((value * 1000).to_integral_value())
-    except (InvalidOperation, UnicodeDecodeError, ValueError):
+    except (ArithmeticError, UnicodeDecodeError, ValueError):  # decimal's errors are arithmetic ones
         return MISSING
 
 
