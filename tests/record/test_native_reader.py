@@ -1,0 +1,161 @@
+"""Reading records: as a whole, in pieces, from other hosts, and what cannot be read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from record_rows import collective_rows, step_rows
+
+import trine
+from trine.record.errors import UnreadableInput
+from trine.record.readers import native
+from trine.record.store import RankWriter
+
+
+def _write(run: Path, ranks: int = 2, **description: Any) -> list[RankWriter]:
+    writers = []
+    for rank in range(ranks):
+        writer = RankWriter(run, rank, ranks)
+        writer.append({"parts": step_rows(0, 10), "collectives": collective_rows(0, 10)})
+        groups = [{"id": "0", "name": "0", "description": "default_pg", "ranks": list(range(ranks))}]
+        if rank == 0:
+            writer.describe_run({"name": run.name})
+        writer.close({"state": "finished", "groups": groups, "metadata": {"backend": "gloo"}, **description})
+        writers.append(writer)
+    return writers
+
+
+def _change(path: Path, **values: Any) -> None:
+    content = msgspec.json.decode(path.read_bytes())
+    path.write_bytes(msgspec.json.encode({**content, **values}))
+
+
+def test_a_run_opens_with_its_ranks(tmp_path: Path) -> None:
+    _write(tmp_path / "run")
+    assert native.recognizes(tmp_path / "run")
+    job = trine.load(tmp_path / "run")
+    assert (job.format, job.world_size, job.rank_ids, job.missing_ranks) == ("trine", 2, (0, 1), ())
+    assert job.metadata["name"] == "run"
+    rank = job.rank(1)
+    assert rank.groups[0].ranks == (0, 1)
+    assert rank.metadata["backend"] == "gloo"
+    assert rank.host_name
+    assert rank.windows == ()
+    assert not rank.quality
+
+
+def test_rank_folders_of_several_hosts_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "joined")
+    for host in (0, 1):
+        writer = RankWriter(tmp_path / f"host-{host}" / "run", host, 2)
+        writer.append({"parts": step_rows(0, 10)})
+        writer.close({"state": "finished"})
+        shutil.copytree(writer.folder, tmp_path / "joined" / writer.folder.name)
+    job = native.open_job(tmp_path / "joined")
+    assert job.rank_ids == (0, 1)
+    assert not job.quality
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    _write(tmp_path / "run", ranks=3)
+    shutil.rmtree(tmp_path / "run" / "rank-00001")
+    assert native.open_job(tmp_path / "run").missing_ranks == (1,)
+
+
+def test_ranks_of_different_starts_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("old", "new"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        _write(tmp_path / name)
+    shutil.rmtree(tmp_path / "new" / "rank-00001")
+    shutil.copytree(tmp_path / "old" / "rank-00001", tmp_path / "new" / "rank-00001")
+    job = native.open_job(tmp_path / "new")
+    assert job.rank_ids == (0,)
+    assert [(note.id, note.severity) for note in job.quality] == [("mixed-runs", "error")]
+
+
+def test_a_newer_schema_is_refused_and_an_older_accepted(tmp_path: Path) -> None:
+    _write(tmp_path / "run", ranks=1)
+    path = tmp_path / "run" / "rank-00000" / "rank.json"
+    _change(path, schema="trine.record/2")
+    with pytest.raises(UnreadableInput, match=r"newer Trine .*update Trine"):
+        native.open_job(tmp_path / "run")
+    _change(path, schema="trine.record/0")
+    assert native.open_job(tmp_path / "run").rank(0).steps is not None
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"schema": "other/1"}', b'{"schema": "trine.record/x"}']
+)
+def test_a_rank_that_cannot_be_read_is_left_out(tmp_path: Path, content: bytes) -> None:
+    _write(tmp_path / "run")
+    (tmp_path / "run" / "rank-00001" / "rank.json").write_bytes(content)
+    job = native.open_job(tmp_path / "run")
+    assert job.rank_ids == (0,)
+    assert job.missing_ranks == (1,)
+    assert [(note.id, note.rank) for note in job.quality] == [("unreadable-rank", 1)]
+    (tmp_path / "run" / "rank-00000" / "rank.json").unlink()
+    with pytest.raises(UnreadableInput) as raised:
+        native.open_job(tmp_path / "run")
+    assert "\n" not in str(raised.value)
+
+
+def test_an_empty_run_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert not native.recognizes(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_bytes(b'{"schema": "trine.record/1"}')
+    assert native.recognizes(tmp_path / "run")
+    with pytest.raises(UnreadableInput, match="nothing was recorded"):
+        native.open_job(tmp_path / "run")
+    assert not native.recognizes(tmp_path / "run" / "run.json")
+
+
+def test_a_torn_tail_is_ignored_and_said(tmp_path: Path) -> None:
+    (writer,) = _write(tmp_path / "run", ranks=1)
+    (segment,) = writer.folder.glob("rows-*.trine")
+    with segment.open("ab") as file:
+        file.write(segment.read_bytes()[:30])
+    rank = native.open_job(tmp_path / "run").rank(0)
+    assert rank.steps is not None and len(rank.steps) == 10
+    assert [(note.id, note.severity) for note in rank.quality] == [("torn-tail", "info")]
+
+
+def test_a_killed_process_is_told_from_a_running_one(tmp_path: Path) -> None:
+    (writer,) = _write(tmp_path / "run", ranks=1)
+    path = writer.folder / "rank.json"
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
+    _change(path, state="running", process=int(gone.stdout))
+    rank = native.open_job(tmp_path / "run").rank(0)
+    assert rank.metadata["state"] == "killed"
+    assert [note.id for note in rank.quality] == ["killed"]
+    _change(path, process=os.getpid())
+    assert native.open_job(tmp_path / "run").rank(0).metadata["state"] == "running"
+    _change(path, host="elsewhere", process=int(gone.stdout))
+    assert native.open_job(tmp_path / "run").rank(0).metadata["state"] == "running"  # it cannot be known
+
+
+def test_notes_and_overflow_become_quality(tmp_path: Path) -> None:
+    notes = [{"id": "flops-step", "severity": "info", "message": "step 1 was slow"}]
+    _write(tmp_path / "run", ranks=1, notes=notes, overflow={"collectives": 7})
+    rank = native.open_job(tmp_path / "run").rank(0)
+    assert [(note.id, note.severity) for note in rank.quality] == [
+        ("flops-step", "info"),
+        ("overflow", "warning"),
+    ]
+    assert "7 collectives" in rank.quality[1].message
+
+
+def test_a_window_that_cannot_be_read_is_noted(tmp_path: Path) -> None:
+    (writer,) = _write(tmp_path / "run", ranks=1)
+    (writer.folder / "window-000010.json").write_text("{")
+    rank = native.open_job(tmp_path / "run").rank(0)
+    assert rank.windows == ()
+    assert [note.id for note in rank.quality] == ["unreadable-window"]
