@@ -12,6 +12,7 @@ from trine.record.errors import TrineError, UnreadableInput, UsageError
 from trine.record.model import Job, Quality, RankSource
 
 from .conclusion import conclude
+from .diagnose import diagnose
 from .pool import Outcome, reduce_in_pool, reduce_source
 from .results import Analysis, RankSummary
 from .selection import Selection, parse_selection
@@ -55,8 +56,6 @@ def analyze(
     if progress and len(job.sources) > 1 and sys.stderr.isatty():
         outcomes = _shown(outcomes, len(job.sources))
     summaries, notes = _sorted_out(job, list(outcomes))
-    from .diagnose import diagnose
-
     return diagnose(
         conclude(replace(job, quality=[*job.quality, *notes]), summaries, selection, convention=convention)
     )
