@@ -11,6 +11,11 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no defect: what is slow is found by the tests of speed, which compare ratios.
+settings.register_profile("trine", deadline=None)
+settings.load_profile("trine")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
