@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["GPT", "Block", "GPTConfig", "loss_of"]
+__all__ = ["GPT", "Attention", "Block", "GPTConfig", "loss_of"]
 
 ATTENTIONS = ("manual", "sdpa")
 
@@ -24,11 +24,11 @@ ATTENTIONS = ("manual", "sdpa")
 class GPTConfig:
     """The shape of the model. Raises ``ValueError`` where heads do not divide hidden."""
 
-    layers: int = 6
+    layers: int = 4
     hidden: int = 256
     heads: int = 8
     vocab: int = 256
-    sequence: int = 512
+    sequence: int = 384
     dropout: float = 0.0
     attention: str = "manual"
 

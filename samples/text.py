@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ __all__ = ["SourceText", "standard_library"]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def standard_library(limit_bytes: int = 8 << 20) -> bytes:
+@lru_cache(maxsize=2)
+def standard_library(limit_bytes: int = 4 << 20) -> bytes:
     """The standard library's modules in the order of their paths, joined, cut at ``limit_bytes``.
 
     The same on every run on one Python; site-packages and tests are left out. Raises

@@ -175,7 +175,8 @@ def _profile(arguments: argparse.Namespace, model: GPT, optimizer: torch.optim.O
     if arguments.record is None:
         yield _NoProfile()
         return
-    with trine.profile(arguments.record, model=model, optimizer=optimizer) as prof:
+    attention = model.blocks[0].attention.implementation  # the configuration may have changed it
+    with trine.profile(arguments.record, model=model, optimizer=optimizer, attention=attention) as prof:
         yield prof
 
 
