@@ -78,6 +78,12 @@ class RankFacts:
         total = int(self.durations[kept].sum())
         return Part(float(values[kept].sum() / total), "phases", self.rank) if total > 0 else None
 
+    def usual(self, name: str) -> float | None:
+        """Share of a phase in the median steady step: what every step pays, not what a few do."""
+        if len(self.durations) < MIN_STEPS or name not in self.phases:
+            return None
+        return float(np.median(self.phases[name] / self.durations))
+
     def window(self, pick: Callable[[Breakdown], int]) -> Part | None:
         """Share of a part of the breakdown."""
         breakdown = self.breakdown

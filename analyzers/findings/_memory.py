@@ -34,7 +34,9 @@ def _capacity(facts: Facts, memory: MemorySummary, rank: RankFacts) -> int | Non
     own = rank.metadata.get("device")
     declared = own.get("memory_bytes") if isinstance(own, dict) else None
     if memory.kind == "host":
-        return memory.capacity_bytes or (declared if own and own.get("type") == "cpu" else None)
+        if facts.on_accelerator is not False:
+            return memory.capacity_bytes  # what is declared and looked up is the device's
+        return memory.capacity_bytes or declared or facts.analysis.hardware.memory_bytes
     return memory.capacity_bytes or declared or facts.analysis.hardware.memory_bytes
 
 

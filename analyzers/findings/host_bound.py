@@ -1,13 +1,14 @@
-"""``host-bound``: the device waits because the host launches too slowly or blocks."""
+"""``host-bound``: the work waits because the host launches too slowly, blocks, or does something else."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from trine.analyzers.results import Finding, Recommendation
 from trine.analyzers.units import duration, percent
 
-from ._facts import Facts, Part
+from ._facts import Facts, RankFacts, typical
 from ._gain import predict
 
 __all__ = ["ID", "KIND", "find", "healthy"]
@@ -17,20 +18,50 @@ KIND: Literal["fault"] = "fault"
 
 #: Idle device time whose cause is the host, as a share of the window, from which on it is a fault.
 DEVICE_SHARE = 0.15
-#: Without a device: time outside every operator. Python between operators is normal there, and a
-#: profiler's own cost falls into it.
+#: Without a device: time outside every operator. Python between operators is normal there ...
 CPU_SHARE = 0.35
+#: ... and is most of a step this short, whatever one does.
+CPU_STEP_NS = 5_000_000
+#: Of the usual step, what lies outside loader, forward, backward and optimizer: logging, metrics,
+#: evaluation, checkpoints.
+OUTSIDE_SHARE = 0.25
 
 
-def _idle(facts: Facts) -> tuple[Part, Part] | None:
-    """(host, sync) idle shares of the typical rank by their sum."""
-    both = facts.part(lambda rank: rank.window(lambda b: b.idle.host + b.idle.sync))
-    if both is None:
-        return None
-    rank = next(rank for rank in facts.ranks if rank.rank == both.rank)
-    host, sync = rank.window(lambda b: b.idle.host), rank.window(lambda b: b.idle.sync)
-    assert host is not None and sync is not None
-    return host, sync
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """Shares of the step: launching too slowly, blocking, and a phase outside the training itself."""
+
+    rank: int
+    host: float
+    sync: float
+    outside: float | None
+
+    @property
+    def between(self) -> float:
+        return self.host + self.sync
+
+
+def _idle(facts: Facts) -> _Idle | None:
+    """The typical rank's idle time caused by the host; None where neither a breakdown nor phases tell."""
+    found = [idle for rank in facts.ranks if (idle := _idle_of(facts, rank)) is not None]
+    return typical(found, lambda idle: max(idle.between, idle.outside or 0.0))
+
+
+def _idle_of(facts: Facts, rank: RankFacts) -> _Idle | None:
+    breakdown = rank.breakdown
+    # A device may work on while its host logs: there, only its own idle time counts.
+    outside = None if facts.on_accelerator else rank.usual("other")
+    if breakdown is None:
+        return None if outside is None else _Idle(rank.rank, 0.0, 0.0, outside)
+    host, sync = breakdown.idle.host / breakdown.window_ns, breakdown.idle.sync / breakdown.window_ns
+    # Under a profiler every operator costs more. Steps that ran without one say how much: that much of
+    # the idle time is its doing, not the program's.
+    if len(rank.durations) and breakdown.steps and facts.step_ns:
+        step_ns = breakdown.window_ns / len(breakdown.steps)
+        real = max((host + sync) * step_ns - max(step_ns - facts.step_ns, 0.0), 0.0) / facts.step_ns
+        scale = min(real / (host + sync), 1.0) if host + sync > 0 else 0.0
+        host, sync = host * scale, sync * scale
+    return _Idle(rank.rank, host, sync, outside)
 
 
 def _threshold(facts: Facts) -> float:
@@ -38,41 +69,71 @@ def _threshold(facts: Facts) -> float:
 
 
 def find(facts: Facts) -> Finding | None:
-    """Idle time caused by the host is above the threshold on the typical rank."""
+    """Idle time caused by the host, or time outside the training itself, above its threshold."""
     idle = _idle(facts)
-    if idle is None or idle[0].share + idle[1].share < _threshold(facts):
+    if idle is None or (not facts.on_accelerator and (facts.step_ns or 0) < CPU_STEP_NS):
         return None
-    host, sync = idle
-    share = host.share + sync.share
+    if idle.outside is not None and idle.outside >= max(OUTSIDE_SHARE, idle.between):
+        return _outside(facts, idle, idle.outside)
+    return _between(facts, idle) if idle.between >= _threshold(facts) else None
+
+
+def _outside(facts: Facts, idle: _Idle, share: float) -> Finding:
     stall_ns = facts.step_part_ns(share)
-    blocks = sync.share > host.share
-    who = "The device idles" if facts.on_accelerator else "No operator runs for"
-    cause = "the host blocks in synchronising calls" if blocks else "the host is busy between launches"
-    title = (
-        f"{who} {duration(stall_ns)} of the {facts.unit} ({percent(share)}) while {cause}"
-        if facts.on_accelerator
-        else f"{who} {duration(stall_ns)} of the {facts.unit} ({percent(share)}): the time goes to Python"
+    return Finding(
+        id=ID,
+        kind=KIND,
+        title=f"{duration(stall_ns)} of the usual step ({percent(share)}) lies outside loader, forward, backward and optimizer",
+        evidence=_evidence(idle, stall_ns, "phases"),
+        recommendation=Recommendation(
+            change={},
+            why="Look at what the loop does besides: logging, metrics, evaluation, checkpoints, sleeping. Do it "
+            "every few steps, or in the background.",
+            numerics="unchanged",
+            predicted=predict(
+                facts,
+                stall_ns,
+                (0.2, 0.5, 0.9),
+                "time outside the training itself × share that can leave the step",
+                {"outside_share": round(share, 4)},
+            ),
+        ),
+        severity=share,
     )
+
+
+def _between(facts: Facts, idle: _Idle) -> Finding:
+    share = idle.between
+    stall_ns = facts.step_part_ns(share)
+    blocks = idle.sync > idle.host
+    cause = "the host blocks in synchronising calls" if blocks else "the host is busy between launches"
+    title = f"No operator runs for {duration(stall_ns)} of the {facts.unit} ({percent(share)}): the time goes to Python"
+    if facts.on_accelerator:
+        title = f"The device idles {duration(stall_ns)} of the {facts.unit} ({percent(share)}) while {cause}"
     return Finding(
         id=ID,
         kind=KIND,
         title=title,
-        evidence={
-            "host_idle_share": round(host.share, 4),
-            "sync_idle_share": round(sync.share, 4),
-            "stall_ns": stall_ns,
-            "typical_rank": host.rank,
-            "basis": host.basis,
-            "note": "measured under a profiler, which slows the host itself",
-        },
+        evidence=_evidence(idle, stall_ns, "breakdown"),
         recommendation=_recommendation(facts, stall_ns, share, blocks),
         severity=share,
     )
 
 
+def _evidence(idle: _Idle, stall_ns: int, basis: str) -> dict[str, Any]:
+    return {
+        "host_idle_share": round(idle.host, 4),
+        "sync_idle_share": round(idle.sync, 4),
+        "outside_share": None if idle.outside is None else round(idle.outside, 4),
+        "stall_ns": stall_ns,
+        "typical_rank": idle.rank,
+        "basis": basis,
+    }
+
+
 def _recommendation(facts: Facts, stall_ns: int, share: float, blocks: bool) -> Recommendation:
     # Fewer launches: compilation joins elementwise chains, so between a fifth and most of the gaps go.
-    # The low end also allows for what the profiler itself added to the host.
+    # The low end also allows for what a profiler itself adds to the host.
     prediction = predict(
         facts,
         stall_ns,
@@ -107,7 +168,17 @@ def _recommendation(facts: Facts, stall_ns: int, share: float, blocks: bool) -> 
 def healthy(facts: Facts) -> str | None:
     """Host-caused idle time, when it was seen and is below the threshold."""
     idle = _idle(facts)
-    if idle is None or (share := idle[0].share + idle[1].share) >= _threshold(facts):
+    if idle is None or find(facts) is not None:
         return None
-    what = "the device idles for the host" if facts.on_accelerator else "no operator runs"
-    return f"Host: {what} {percent(share)} of the time (fault from {percent(_threshold(facts))})"
+    limit = _threshold(facts)
+    if facts.on_accelerator:
+        if idle.between >= limit:
+            return None
+        return f"Host: the device idles for the host {percent(idle.between)} of the time (fault from {percent(limit)})"
+    if any(rank.breakdown is not None for rank in facts.ranks):
+        if idle.between >= limit:
+            return None
+        return f"Host: no operator runs {percent(idle.between)} of the time (fault from {percent(limit)})"
+    if idle.outside is None or idle.outside >= OUTSIDE_SHARE:
+        return None
+    return f"Host: {percent(idle.outside)} of the usual step lies outside the training itself (fault from {percent(OUTSIDE_SHARE)})"

@@ -16,7 +16,7 @@ ID = "optimizer-bound"
 KIND: Literal["fault"] = "fault"
 
 #: Share of the step from which on it is a fault.
-SHARE = 0.20
+SHARE = 0.30
 
 #: (device, implementation now) → how many times faster the fused one is: low, mid, high.
 #: CPU: AdamW over 5.2 M parameters, fused 18.8–22 ms against 47.8–126 ms for-loop, foreach no faster
