@@ -84,8 +84,13 @@ def _sorted_out(
         raise UnreadableInput(
             f"none of the {len(failed)} ranks of {job.path} can be read; rank {failed[0][0]}: {first}"
         )
-    notes = [Quality("unreadable-rank", "error", f"rank {rank}: {error}", rank) for rank, error in failed]
-    return summaries, notes
+    return summaries, [_note(rank, error) for rank, error in failed]
+
+
+def _note(rank: int, error: TrineError) -> Quality:
+    if isinstance(error, UsageError):  # the selection names steps of other ranks only
+        return Quality("rank-without-steps", "warning", str(error), rank)
+    return Quality("unreadable-rank", "error", f"rank {rank}: {error}", rank)
 
 
 def _workers(job: Job, asked: int | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from trine.record.model import Job, Quality
+from trine.record.model import MISSING, Job, Quality
 
 from .clocks import AGREEING_NS, Clock, clock_offsets
 from .collectives import Blame, blame, collective_results, communications, heat_cells
@@ -44,6 +44,7 @@ def conclude(
         *matching_notes,
         *_about_clocks(clocks, list(by_rank), bool(calls)),
         *_about_lone_calls(alone, len(summaries)),
+        *_about_untimed_calls([*calls, *alone]),
         *hardware_notes,
         *mfu_notes,
     ]
@@ -149,6 +150,17 @@ def _about_lone_calls(alone: Sequence[Calls], ranks: int) -> list[Quality]:
             "transfer includes its wait"
         )
     return [Quality("collectives-alone", "info", message)]
+
+
+def _about_untimed_calls(calls: Sequence[Calls]) -> list[Quality]:
+    if not calls or any((call.end_ns != MISSING).any() for call in calls):
+        return []
+    count = sum(len(call.rows) for call in calls)
+    message = (
+        f"when {count} collectives started and ended is not known, only that they were issued, so transfer and "
+        "wait cannot be said; record a deep window, or give NCCL its Inspector plugin"
+    )
+    return [Quality("collectives-untimed", "info", message)]
 
 
 def _merged(notes: Sequence[Quality]) -> list[Quality]:

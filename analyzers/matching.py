@@ -71,7 +71,8 @@ def match_collectives(
     alone: list[Calls] = []
     quality: list[Quality] = []
     for key in sorted(lines, key=lambda key: (key.id, key.ranks or (), key.peers or ())):
-        members = sorted(lines[key], key=lambda line: line.rank)
+        members, notes = _timed(key, sorted(lines[key], key=lambda line: line.rank))
+        quality += notes
         if len(members) > 1:
             cut, notes = align(str(key), members, named=bool(key.id))
         else:
@@ -94,6 +95,17 @@ def match_collectives(
             )
         )
     return [call for call in matched if call not in strangers], alone, quality
+
+
+def _timed(key: GroupKey, members: list[Line]) -> tuple[list[Line], list[Quality]]:
+    """The ranks that know when their calls ended, where any does: on NCCL only deep windows know, and
+    large jobs have them on some ranks alone."""
+    timed = [line for line in members if (line.column("end_ns") != MISSING).any()]
+    if not timed or len(timed) == len(members):
+        return members, []
+    count = len(members) - len(timed)
+    message = f"{key}: {count} of {len(members)} ranks recorded no starts and ends and are left out"
+    return timed, [Quality("collectives-untimed", "info", message)]
 
 
 def _silent_members(lines: dict[GroupKey, list[Line]], present: set[int]) -> list[Quality]:

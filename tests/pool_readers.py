@@ -19,6 +19,20 @@ def read_plain(source: RankSource) -> Rank:
     return rank
 
 
+def _stepped(source: RankSource, first: int) -> Rank:
+    steps = [(first + i, 100 * i, 100 * i + 100) for i in range(3)]
+    device = [(100 * i, 100 * i + 10, "compute", -1, first + i) for i in range(3)]
+    return rank_of(rank=source.rank, device=device, steps=steps)
+
+
+def read_early_steps(source: RankSource) -> Rank:
+    return _stepped(source, 1)
+
+
+def read_late_steps(source: RankSource) -> Rank:
+    return _stepped(source, 6)
+
+
 def read_unreadable(source: RankSource) -> Rank:
     raise UnreadableInput(f"{source.path} is torn; copy it again")
 

@@ -94,6 +94,12 @@ def test_what_is_refused() -> None:
         analyze(job_of())
 
 
+def test_a_rank_without_the_asked_steps_is_left_out_and_said() -> None:
+    analysis = analyze(job_of(pool_readers.read_early_steps, pool_readers.read_late_steps), steps="7:9")
+    assert windows(analysis) == {1: 110}
+    assert [n.rank for n in analysis.data_quality if n.id == "rank-without-steps"] == [0]
+
+
 def test_a_caller_needs_no_main_guard(tmp_path: Path) -> None:
     """Workers must not run the caller's script again."""
     script = tmp_path / "script.py"

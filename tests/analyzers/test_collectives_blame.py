@@ -150,6 +150,14 @@ def test_one_rank_alone_cannot_tell_waiting_from_transferring() -> None:
     assert any(note.id == "collectives-alone" for note in analysis.data_quality)
 
 
+def test_untimed_collectives_are_said_with_the_remedy() -> None:
+    calls = [{"operation": "all_reduce", "group": "0", "issued_ns": i} for i in range(3)]
+    analysis = concluded(summary_of(0, calls), summary_of(1, calls))
+    assert analysis.collectives == () and all(rank.communication is None for rank in analysis.ranks)
+    note = next(note for note in analysis.data_quality if note.id == "collectives-untimed")
+    assert "3 collectives" in note.message and "deep window" in note.message
+
+
 def test_kinds_of_one_operation_are_told_apart_by_group_in_the_heatmap() -> None:
     ends = np.array([10, 20])
     both = calls_at(ends - 5, ends, group=["a", "b"])

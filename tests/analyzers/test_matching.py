@@ -236,6 +236,16 @@ def test_untimed_calls_match_by_order_and_keep_no_times() -> None:
     assert (only(matched).start_ns == MISSING).all()
 
 
+def test_ranks_without_times_do_not_keep_the_others_from_being_matched() -> None:
+    """On NCCL deep windows know starts and ends, and large jobs have them on one rank a node."""
+    ends = times(6)
+    issued = [{"operation": "all_reduce", "group": "0", "issued_ns": 10 * i} for i in range(500)]
+    summaries = [summary_of(r, rank_calls(ends) if r in (0, 8) else issued) for r in (0, 1, 2, 8)]
+    matched, _, quality = match_collectives(summaries)
+    assert only(matched).ranks == (0, 8) and len(only(matched).rows) == 6
+    assert quality[0].id == "collectives-untimed" and "2 of 4 ranks" in quality[0].message
+
+
 def test_one_rank_alone_has_nothing_to_match() -> None:
     matched, alone, _ = match_collectives([summary_of(0, rank_calls(times(3))), summary_of(1)])
     assert matched == [] and only(alone).ranks == (0,)
