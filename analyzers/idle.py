@@ -48,7 +48,7 @@ def device_idle(gaps: Spans, start: Array, launch: Array, receive: Array, host: 
     if host is not None and known.any():
         called[known] = host["start_ns"][launch[known]]
         thread[known] = host["thread"][launch[known]]
-    ending = _ending_events(gaps, start, called)
+    ending = _ending_events(gaps, start, called, thread)
     known, called, thread = known[ending], called[ending], thread[ending]
     bubble = _any_at(gaps.end, start[receive])
 
@@ -78,10 +78,10 @@ def host_idle(gaps: Spans, host: Table | None) -> IdleCauses:
     return IdleCauses(data=data, sync=blocked, host=idle - data - blocked)
 
 
-def _ending_events(gaps: Spans, start: Array, called: Array) -> Array:
-    """For each gap, the event that ends it: of those that start there, the one launched first, so
-    that the order of rows decides nothing."""
-    order = np.lexsort((called, start))
+def _ending_events(gaps: Spans, start: Array, called: Array, thread: Array) -> Array:
+    """For each gap, the event that ends it: of those that start there, the one launched first (from the
+    lowest thread), so that the order of rows decides nothing."""
+    order = np.lexsort((thread, called, start))
     return np.asarray(order[np.searchsorted(start[order], gaps.end, side="left")])
 
 
