@@ -33,6 +33,11 @@ REMEDIES: dict[str, tuple[str, dict[str, Any], str]] = {
             "experts, table rows, stages) with the others'."
         ),
     ),
+    "slower": (
+        "slower in forward, backward and optimizer alike",
+        {},
+        "Its processor or device is slower or shared: look at clocks, temperature and other processes there.",
+    ),
     "garbage_collection": (
         "in Python's garbage collector",
         {},
@@ -54,6 +59,11 @@ REMEDIES: dict[str, tuple[str, dict[str, Any], str]] = {
         "Its host is slower than the others': look for other processes on its cores, or launch less.",
     ),
 }
+#: A rank whose forward, backward and optimizer all take at least this many times the others' ...
+SLOWER_TIMES = 1.15
+#: ... and alike, within this factor, has a slower processor, not more work.
+ALIKE_TIMES = 2.0
+
 _UNKNOWN: tuple[str, dict[str, Any], str] = (
     "",
     {},
@@ -63,6 +73,9 @@ _UNKNOWN: tuple[str, dict[str, Any], str] = (
 
 def _doing(facts: Facts, rank: RankFacts) -> LateActivity | None:
     """What the collectives say it did meanwhile; else the phase that exceeds the others' most."""
+    others = [other for other in facts.ranks if other is not rank and other.phases]
+    if (slower := _slower(rank, others)) is not None:
+        return slower
     communication = rank.result.communication
     if communication is not None and communication.late_doing:
         best = max(communication.late_doing, key=lambda activity: activity.total_ns)
@@ -70,7 +83,6 @@ def _doing(facts: Facts, rank: RankFacts) -> LateActivity | None:
             return best
     names = {"data": "loader", "copy": "copy", "forward": "compute", "backward": "compute"}
     names |= {"optimizer": "compute", "other": "python"}
-    others = [other for other in facts.ranks if other is not rank and other.phases]
     if not rank.phases or not others:
         return None
     excess = {
@@ -81,6 +93,24 @@ def _doing(facts: Facts, rank: RankFacts) -> LateActivity | None:
     worst = max(excess, key=lambda phase: excess[phase])
     total = round(excess[worst] * len(rank.durations))
     return LateActivity(names[worst], total, f"phase {worst}") if total > 0 else None
+
+
+def _slower(rank: RankFacts, others: list[RankFacts]) -> LateActivity | None:
+    """Every kind of work takes longer on this rank, in proportion: the processor, not the program."""
+    if not rank.phases or not others:
+        return None
+    own = {name: float(np.median(values)) for name, values in rank.phases.items()}
+    usual = {name: float(np.median([np.median(o.phases[name]) for o in others])) for name in own}
+    working = ("forward", "backward", "optimizer")
+    if min(usual[name] for name in working) <= 0:
+        return None
+    times = [own[name] / usual[name] for name in working]
+    more = sum(own[name] - usual[name] for name in working)
+    beside = max(own[name] - usual[name] for name in ("data", "copy", "other"))
+    if min(times) < SLOWER_TIMES or max(times) > ALIKE_TIMES * min(times) or beside > more:
+        return None
+    factor = f"{min(times):.1f} to {max(times):.1f} times the others'"
+    return LateActivity("slower", round(more * len(rank.durations)), factor)
 
 
 def find(facts: Facts) -> Finding | None:

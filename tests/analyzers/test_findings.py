@@ -304,6 +304,19 @@ def test_what_a_straggler_did_comes_from_its_phases_where_collectives_do_not_say
     assert found(straggling())["straggler"].evidence["ranks"][0]["doing"] == "compute"
 
 
+def test_a_rank_that_is_slower_at_everything_has_a_slower_processor() -> None:
+    slow = {"forward": 0.36, "backward": 0.52, "optimizer": 0.08, "exposed_communication": 0.02}
+    fast = {"forward": 0.24, "backward": 0.34, "optimizer": 0.05, "exposed_communication": 0.35}
+    analysis = straggling()
+    ranks = [
+        replace(rank, summary=replace(rank.summary, steps=steps_table(rows)))
+        for rank, rows in zip(analysis.ranks, (fast, slow), strict=True)
+    ]
+    finding = found(replace(analysis, ranks=tuple(ranks)))["straggler"]
+    assert finding.evidence["ranks"][0]["doing"] == "slower"
+    assert "1.5 to 1.6 times the others'" in finding.title
+
+
 def test_a_small_lateness_is_healthy_and_said() -> None:
     analysis = diagnose(straggling(share=0.05))
     assert "straggler" not in {finding.id for finding in analysis.findings}
