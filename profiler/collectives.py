@@ -158,6 +158,7 @@ class PythonSource:
         self._originals: dict[str, Any] = {}
         self._enqueued = 0
         self._stopped = False
+        self._until_ns = 1 << 62
         self._said = False
         self._fault: str | None = None
         self._said_fault = False
@@ -186,6 +187,7 @@ class PythonSource:
                 setattr(ProcessGroup, method, original)
         self._originals = {}
         self._stopped = True
+        self._until_ns = time.time_ns()
 
     def _wrapped(self, original: Any, method: str) -> Callable[..., Any]:
         operation = standard_operation(method)
@@ -276,7 +278,7 @@ class PythonSource:
         if fresh <= 0 or not (self._stopped or fresh > 1000 or self._flight.due()):
             return []
         self._enqueued = enqueued or 0
-        entries = [entry for entry in self._flight.read() if not entry.is_p2p]
+        entries = [e for e in self._flight.read() if not e.is_p2p and e.time_created_ns <= self._until_ns]
         if self._flight.lost:
             self._note(
                 "collectives-dropped",
@@ -383,41 +385,8 @@ def _row_of_call(call: _Call) -> tuple[Any, ...]:
 
 def _row_of_entry(entry: FlightEntry, behind: int) -> tuple[Any, ...]:
     operation = standard_operation(entry.operation)
-    given = _bytes(entry.input_sizes, entry.input_dtypes)
-    made = _bytes(entry.output_sizes, entry.output_dtypes)
-    dtype = _DTYPES.get(entry.input_dtypes[0], (None, 0))[0] if entry.input_dtypes else None
+    given, made = entry.in_bytes, entry.out_bytes
     size = made if operation == "all_gather" else given
     issued = entry.time_created_ns - behind
-    known = (operation, entry.group, entry.collective_seq_id, MISSING, given, made, size, dtype, issued)
+    known = (operation, entry.group, entry.collective_seq_id, MISSING, given, made, size, entry.dtype, issued)
     return (*known, MISSING, MISSING, "issued")
-
-
-#: c10::toString of scalar types, as the flight recorder writes them.
-_DTYPES: Mapping[str, tuple[str, int]] = {
-    "Byte": ("uint8", 1),
-    "Char": ("int8", 1),
-    "Short": ("int16", 2),
-    "Int": ("int32", 4),
-    "Long": ("int64", 8),
-    "Half": ("float16", 2),
-    "Float": ("float32", 4),
-    "Double": ("float64", 8),
-    "ComplexFloat": ("complex64", 8),
-    "ComplexDouble": ("complex128", 16),
-    "Bool": ("bool", 1),
-    "BFloat16": ("bfloat16", 2),
-    "Float8_e5m2": ("float8_e5m2", 1),
-    "Float8_e4m3fn": ("float8_e4m3fn", 1),
-}
-
-
-def _bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
-    """Bytes of tensors of these shapes; ``MISSING`` where a dtype is unknown."""
-    total = 0
-    for position, shape in enumerate(sizes):
-        # A list of tensors is told with one dtype for all.
-        dtype = dtypes[min(position, len(dtypes) - 1)] if dtypes else ""
-        if dtype not in _DTYPES:
-            return MISSING
-        total += int(np.prod(shape, dtype=np.int64)) * _DTYPES[dtype][1]
-    return total

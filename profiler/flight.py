@@ -8,9 +8,13 @@ end, and it lacks point-to-point there. A dump costs about 20 µs an entry and t
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import msgspec
+
+from trine.record.model import MISSING
 
 __all__ = ["FlightEntry", "FlightReader"]
 
@@ -39,6 +43,21 @@ class FlightEntry(msgspec.Struct):
     def operation(self) -> str:
         """``all_reduce`` of ``gloo:all_reduce``."""
         return self.profiling_name.partition(":")[2] or self.profiling_name
+
+    @property
+    def in_bytes(self) -> int:
+        """Bytes that go in; ``MISSING`` where a dtype is unknown."""
+        return _bytes(self.input_sizes, self.input_dtypes)
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes that come out; ``MISSING`` where a dtype is unknown."""
+        return _bytes(self.output_sizes, self.output_dtypes)
+
+    @property
+    def dtype(self) -> str | None:
+        """torch's name of the first input's dtype."""
+        return _DTYPES.get(self.input_dtypes[0], (None, 0))[0] if self.input_dtypes else None
 
 
 class _Dump(msgspec.Struct):
@@ -100,3 +119,34 @@ class FlightReader:
         except (ImportError, TypeError, RuntimeError, msgspec.MsgspecError):
             self.available = False
             return None
+
+
+#: c10::toString of scalar types, as the flight recorder writes them.
+_DTYPES: Mapping[str, tuple[str, int]] = {
+    "Byte": ("uint8", 1),
+    "Char": ("int8", 1),
+    "Short": ("int16", 2),
+    "Int": ("int32", 4),
+    "Long": ("int64", 8),
+    "Half": ("float16", 2),
+    "Float": ("float32", 4),
+    "Double": ("float64", 8),
+    "ComplexFloat": ("complex64", 8),
+    "ComplexDouble": ("complex128", 16),
+    "Bool": ("bool", 1),
+    "BFloat16": ("bfloat16", 2),
+    "Float8_e5m2": ("float8_e5m2", 1),
+    "Float8_e4m3fn": ("float8_e4m3fn", 1),
+}
+
+
+def _bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
+    """Bytes of tensors of these shapes; ``MISSING`` where a dtype is unknown."""
+    total = 0
+    for position, shape in enumerate(sizes):
+        # A list of tensors is told with one dtype for all.
+        dtype = dtypes[min(position, len(dtypes) - 1)] if dtypes else ""
+        if dtype not in _DTYPES:
+            return MISSING
+        total += prod(shape) * _DTYPES[dtype][1]
+    return total

@@ -315,8 +315,10 @@ class ObserverSource:
             operation = standard_operation(found.operation)
             if rows.operation[row] is None:
                 rows.operation[row] = operation
+            told = found.in_bytes if operation in _SAME_SIZE else MISSING
+            other_size = told not in (MISSING, rows.raw["tensor_bytes"][row])
             # The recorder's clock can be stepped: 50 ms are allowed for that.
-            if rows.operation[row] != operation or issued > start[row] + 50_000_000:
+            if rows.operation[row] != operation or other_size or issued > start[row] + 50_000_000:
                 wrong += 1
             elif rows.issued_ns[row] == MISSING:
                 rows.issued_ns[row] = min(issued, start[row])
@@ -365,6 +367,8 @@ class ObserverSource:
             self._note(id, severity, message)
 
 
+#: Operations whose input the flight recorder and the Work tell alike on every rank, roots included.
+_SAME_SIZE = frozenset({"all_reduce", "all_gather", "all_to_all", "broadcast"})
 _BACKENDS = frozenset({"gloo", "nccl", "xccl", "ucc", "mpi", "hccl"})
 
 
