@@ -246,7 +246,7 @@ def _follow(app: Dash, service: Service) -> None:
         except TrineError:
             return [*nothing, True]
         update = service.feed(run).since(cursor["cursor"])
-        ended = run.state() not in ("running", "silent")
+        ended = True if run.state() not in ("running", "silent") else no_update
         if not update.steps and not update.memory:
             return [*nothing, ended]
         return [

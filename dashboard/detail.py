@@ -162,7 +162,7 @@ def _merge(start: Floats, length: Floats, kind: Bytes, begin: float, width: floa
     used = np.flatnonzero(events)
     share = np.minimum(busy[used].sum(axis=1) / width, 1.0)
     return Spans(
-        begin + used * width,
+        np.asarray(begin + used * width, dtype=np.float64),
         np.full(len(used), width),
         busy[used].argmax(axis=1).astype(np.uint8),
         np.full(len(used), MERGED, np.uint32),

@@ -66,7 +66,8 @@ def toml_of(change: Mapping[str, Any]) -> str:
     dtype = "bf16"
     """
     tables: dict[str, list[str]] = {}
-    for key, value in sorted(change.items()):
+    # Keys without a table come first: below a head they would belong to it.
+    for key, value in sorted(change.items(), key=lambda item: (item[0].rpartition(".")[0], item[0])):
         name, _, last = key.rpartition(".")
         tables.setdefault(name, []).append(f"{last} = {_toml_value(value)}")
     blocks = [("\n".join(([f"[{name}]"] if name else []) + lines)) for name, lines in tables.items()]

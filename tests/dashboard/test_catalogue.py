@@ -1,0 +1,125 @@
+"""Which runs are found, what they are called, and that nothing outside the roots is."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from dashboard_samples import Recorder, write_record
+
+from trine.dashboard.catalogue import Catalogue
+from trine.record.errors import UnreadableInput
+
+TRACE = json.dumps({"schemaVersion": 1, "traceEvents": []})
+
+
+def trace(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name.endswith(".gz"):
+        path.write_bytes(gzip.compress(TRACE.encode()))
+    else:
+        path.write_text(TRACE)
+    return path
+
+
+def found(*roots: Path) -> dict[str, str]:
+    return {run.id: run.kind for run in Catalogue(roots).runs()}
+
+
+def test_records_folders_of_ranks_and_single_traces(tmp_path: Path) -> None:
+    write_record(tmp_path / "exp" / "a", 3)
+    trace(tmp_path / "job" / "rank0.json.gz")
+    trace(tmp_path / "job" / "rank1.json.gz")
+    trace(tmp_path / "mixed" / "resnet.json")
+    trace(tmp_path / "mixed" / "gpt.json")
+    (tmp_path / "mixed" / "settings.json").write_text('{"learning_rate": 1}')
+    (tmp_path / "notes.txt").write_text("traceEvents")
+    root = tmp_path.name
+    assert found(tmp_path) == {
+        f"{root}/exp/a": "record",
+        f"{root}/job": "traces",
+        f"{root}/mixed/resnet.json": "trace",
+        f"{root}/mixed/gpt.json": "trace",
+    }
+
+
+def test_a_root_may_be_a_run_itself_and_two_of_one_name_differ(tmp_path: Path) -> None:
+    write_record(tmp_path / "x" / "run", 3)
+    write_record(tmp_path / "y" / "run", 3)
+    single = trace(tmp_path / "z.json")
+    assert set(found(tmp_path / "x" / "run", tmp_path / "y" / "run", single)) == {"run", "run~2", "z.json"}
+
+
+def test_a_trace_that_is_a_bare_list_and_half_a_file_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('[{"ph": "X", "name": "a", "ts": 1}]')
+    (tmp_path / "half-a.json.gz").write_bytes(gzip.compress(TRACE.encode() * 5000)[:60])
+    (tmp_path / "empty.json").write_text("")
+    assert {run.rpartition("/")[2] for run in found(tmp_path)} == {"old.json", "half-a.json.gz"}
+
+
+def test_links_and_hidden_folders_do_not_lead_out(tmp_path: Path) -> None:
+    trace(tmp_path / "outside" / "secret.json")
+    inside = tmp_path / "inside"
+    trace(inside / ".cache" / "hidden.json")
+    trace(inside / "a.json")
+    (inside / "folder").symlink_to(tmp_path / "outside")
+    (inside / "file.json").symlink_to(tmp_path / "outside" / "secret.json")
+    (inside / "circle").symlink_to(inside)
+    assert set(found(inside)) == {"inside/a.json"}
+
+
+@pytest.mark.parametrize(
+    "id",
+    [
+        "inside/../outside/secret.json",
+        "../outside/secret.json",
+        "/etc/passwd",
+        "inside//a.json",
+        "",
+        "inside",
+    ],
+)
+def test_what_is_not_in_the_list_cannot_be_asked_for(tmp_path: Path, id: str) -> None:
+    trace(tmp_path / "outside" / "secret.json")
+    trace(tmp_path / "inside" / "a.json")
+    catalogue = Catalogue([tmp_path / "inside"])
+    assert catalogue.find("inside/a.json").path == tmp_path / "inside" / "a.json"
+    with pytest.raises(UnreadableInput, match="no run"):
+        catalogue.find(id)
+
+
+def test_an_absent_root_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableInput, match=r"nowhere does not exist"):
+        Catalogue([tmp_path / "nowhere"])
+
+
+def test_the_newest_comes_first_and_a_change_shows_in_the_fingerprint(tmp_path: Path) -> None:
+    old, new = trace(tmp_path / "old.json"), trace(tmp_path / "newer.json")
+    os.utime(old, (1_000, 1_000))
+    before = Catalogue([tmp_path]).runs()
+    assert [run.path for run in before] == [new, old]
+    old.write_text(TRACE + " ")
+    after = {run.id: run for run in Catalogue([tmp_path]).runs()}
+    assert after[before[1].id].fingerprint != before[1].fingerprint
+    assert after[before[0].id].fingerprint == before[0].fingerprint
+
+
+def test_states_of_a_record(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "live")
+    recorder.steps(3)
+    write_record(tmp_path / "done", 3)
+    write_record(tmp_path / "broken", 3, state="failed")
+    runs = {run.path.name: run for run in Catalogue([tmp_path]).runs()}
+    assert {name: run.state() for name, run in runs.items()} == {
+        "live": "running",
+        "done": "finished",
+        "broken": "failed",
+    }
+    assert runs["live"].state(time.time() + 3600) == "silent"
+    assert runs["done"].state(time.time() + 3600) == "finished"
+    recorder.close()
+    assert Catalogue([tmp_path / "live"]).runs()[0].state() == "finished"
