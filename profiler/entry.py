@@ -10,6 +10,7 @@ from trine.record.errors import UsageError
 from trine.record.store import DEFAULT_MAX_BYTES, SMALLEST_MAX_BYTES
 
 from .session import Session, Size
+from .windows import parse_windows
 
 __all__ = ["profile"]
 
@@ -39,8 +40,10 @@ def profile(
     step. Further keywords are kept in the record's metadata.
 
     Never raises into the loop, never waits for a device, never changes a number. On a path that cannot be written it
-    logs one warning and records nothing. Raises ``UsageError`` here, before training, for ``max_bytes`` too small.
+    logs one warning and records nothing. Raises ``UsageError`` here, before training, for ``windows`` that are not
+    understood and for ``max_bytes`` too small.
     """
+    parse_windows(windows)
     if max_bytes < SMALLEST_MAX_BYTES:
         raise UsageError(f"max_bytes is {max_bytes}: a rank's record needs at least {SMALLEST_MAX_BYTES}")
     return Session(

@@ -141,6 +141,10 @@ def merge_parts(parts: dict[str, Array]) -> tuple[dict[str, Array], Array]:
     steps = {"index": index[first], "start_ns": parts["start_ns"][first], "end_ns": parts["end_ns"][last]}
     for name in _SUMMED:
         steps[name] = _sum_known(parts[name], first)
+    # Between two parts of a step lies the little that closing one and opening the next takes.
+    between = (steps["end_ns"] - steps["start_ns"]) - _sum_known(parts["end_ns"] - parts["start_ns"], first)
+    other = steps["phase_other_ns"]
+    steps["phase_other_ns"] = np.where(other == MISSING, MISSING, other + between)
     steps["loss"] = _last_known(parts["loss"], first, last)
     steps["flops"] = _sum_floats(parts["flops"], first)
     return steps, parts["complete"][last] == 1
