@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
@@ -52,6 +54,9 @@ COLOURS = {
 #: Parts of a bar in order; each has its own texture, so colour is not needed.
 TEXTURES = ("█", "▓", "▒", "░", "■", "▪", "·")
 _LEVELS = "▁▂▃▄▅▆▇█"
+#: The space between a number and its unit.
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµn]?s|[KMGT]?i?B(?:/s)?)(?![\w]))")
+_MEASURING = Console(file=io.StringIO(), width=WIDTH)
 
 
 def render(analysis: Analysis, *, colour: bool = False, width: int = WIDTH, language: str = "en") -> str:
@@ -193,8 +198,12 @@ class _Writer:
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    lines = Text(text).wrap(Console(width=width, file=io.StringIO()), width)
-    return [line.plain.rstrip() for line in lines] or [""]
+    """Lines of whole words; a number stays with its unit."""
+    bound = _UNIT.sub("\u00a0", text)
+    lines = textwrap.wrap(bound, width, break_on_hyphens=False) or [""]
+    if any(cell_len(line) > width for line in lines):  # characters two cells wide
+        lines = [line.plain for line in Text(text).wrap(_MEASURING, width)]
+    return [line.replace("\u00a0", " ").rstrip() for line in lines]
 
 
 def _row(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
