@@ -23,7 +23,7 @@ __all__ = ["analyze"]
 #: process reads about 20 MB of plain JSON.
 _WORTH_A_POOL = 40_000_000
 #: How much larger a trace is than its gzip file.
-_COMPRESSION = 10
+_COMPRESSION = 15
 
 
 def analyze(
