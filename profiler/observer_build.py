@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -88,6 +89,8 @@ def ensure_built(wait: bool) -> Path | None:
         if wait:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 builder.wait(LOCK_SECONDS + len(STANDARDS) * COMPILE_SECONDS)
+        else:  # so that it is no zombie when it is done
+            threading.Thread(target=builder.wait, name="trine-observer-build", daemon=True).start()
         return library if wait and _usable(library) else None
     except (OSError, ImportError, AttributeError):
         return None
