@@ -112,6 +112,8 @@ class _Tally:
     lateness: int = 0
     last_in: int = 0
     matched: int = 0
+    steady_transfer: int = 0
+    steady_wait: int = 0
     doing: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     examples: dict[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -129,6 +131,9 @@ def communications(blames: Sequence[Blame], summaries: Mapping[int, RankSummary]
             tally.transfer += transfer
             tally.wait += int(one.wait[:, column].sum())
             tally.matched += len(one.transfer)
+            steady = _steady(summaries[rank], one.calls.rows[:, column])
+            tally.steady_transfer += int(one.transfer[steady].sum())
+            tally.steady_wait += int(one.wait[steady, column].sum())
             tally.last_in += int((one.last == column).sum())
             guilty = np.flatnonzero(one.culprit == column)
             if len(guilty):
@@ -137,6 +142,14 @@ def communications(blames: Sequence[Blame], summaries: Mapping[int, RankSummary]
                 rows = one.calls.rows[guilty, column]
                 _note_doings(tally, summaries[rank], rows, one.late[guilty], in_phases)
     return {rank: _communication(tally) for rank, tally in tallies.items()}
+
+
+def _steady(summary: RankSummary, rows: Array) -> Array:
+    """Which of a rank's collective rows lie in no warm-up step."""
+    statistics, table = summary.step_statistics, summary.collectives
+    if statistics is None or not statistics.warm_up or table is None:
+        return np.ones(len(rows), dtype=bool)
+    return ~np.isin(table["step"][rows], np.array(statistics.warm_up, dtype=np.int64))
 
 
 def _note_doings(
@@ -171,6 +184,8 @@ def _communication(tally: _Tally) -> Communication:
             LateActivity(activity, total, tally.examples.get(activity, (0, None))[1])
             for activity, total in doing
         ),
+        steady_transfer_ns=tally.steady_transfer,
+        steady_wait_ns=tally.steady_wait,
     )
 
 

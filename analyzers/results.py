@@ -189,7 +189,8 @@ class RankSummary:
 class Communication:
     """A rank's part in the matched collectives (sums over the window, ns).
 
-    ``last_in`` counts the collectives it entered last; ``late_doing`` what it did meanwhile.
+    ``last_in`` counts the collectives it entered last; ``late_doing`` what it did meanwhile. The
+    ``steady`` sums leave out warm-up steps, whose first meeting alone can wait longer than all others.
     """
 
     transfer_ns: int
@@ -199,6 +200,8 @@ class Communication:
     last_in: int
     matched: int
     late_doing: tuple[LateActivity, ...] = ()
+    steady_transfer_ns: int | None = None
+    steady_wait_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,10 @@ class RankFacts:
         communication = self.result.communication
         if communication is None or communication.matched == 0:
             return None
-        total = communication.wait_ns + communication.transfer_ns
-        return communication.wait_ns / total if total > 0 else None
+        wait, transfer = communication.steady_wait_ns, communication.steady_transfer_ns
+        if wait is None or transfer is None or wait + transfer == 0:
+            wait, transfer = communication.wait_ns, communication.transfer_ns
+        return wait / (wait + transfer) if wait + transfer > 0 else None
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,9 @@ def _phases(text: Words, limits: Limits) -> Bars | None:
         for rank, phases in found
     )
     columns = _right(text["rank"], text["total"], *(text[f"phase_{name}"] for name in names))
+    warm_up = any((s := rank.summary.step_statistics) is not None and s.warm_up for rank in limits.ranks)
     return Bars(
-        text["phases_title"],
+        text["phases_title_warm_up" if warm_up else "phases_title"],
         {name: text[f"phase_{name}"] for name in names},
         {name: sides.get(name, "idle") for name in names},
         rows,

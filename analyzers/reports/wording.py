@@ -56,6 +56,7 @@ ENGLISH: Mapping[str, str] = {
     "where": "Where the time goes",
     "breakdown_title": "Window of each rank, divided",
     "phases_title": "Steps of each rank, by phase",
+    "phases_title_warm_up": "Steps of each rank, by phase, warm-up included (findings leave it out)",
     "idle_title": "Idle time by cause",
     "compute": "compute",
     "exposed_communication": "exposed communication",

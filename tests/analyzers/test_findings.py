@@ -226,6 +226,17 @@ def test_bytes_in_the_open_are_found_with_their_collective() -> None:
     assert finding.recommendation.change["communication.compression"] == "bf16"
 
 
+def test_the_first_steps_waiting_does_not_hide_bytes() -> None:
+    """Warm-up waits of two seconds would make all communication look like waiting."""
+    part = replace(
+        communication(transfer_ns=600 * MS, wait_ns=2_100 * MS),
+        steady_transfer_ns=540 * MS,
+        steady_wait_ns=60 * MS,
+    )
+    analysis = two(shares(exposed_communication=0.3), part=part, metadata=CUDA)
+    assert found(analysis)["exposed-communication"].evidence["cause"] == "bytes"
+
+
 def test_hidden_or_short_transfers_are_healthy() -> None:
     assert "exposed-communication" not in found(exposed(0.08, wait=0.1))
 
