@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -215,7 +216,19 @@ class Background:
 
 def _one_process() -> Executor:
     # spawn: a fork of a threaded server may inherit a held lock.
-    return ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
+    context = get_context("spawn")
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_end_with, initargs=(os.getpid(),))
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the server is gone: killed, it could not tell, and a pool waits for ever."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="trine-dashboard-parent", daemon=True).start()
 
 
 def _stop(executor: Executor) -> None:

@@ -84,7 +84,8 @@ def _said_state(path: str, fingerprint: str) -> str:
 
 
 class Catalogue:
-    """The runs under some roots. Thread-safe; a walk is remembered for two seconds."""
+    """The runs under some roots. Thread-safe; a walk is remembered for two seconds, or ten times as
+    long as it takes."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         """Raises ``UnreadableInput`` when a root does not exist."""
@@ -95,14 +96,17 @@ class Catalogue:
         self.notes: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._runs: dict[str, Run] = {}
-        self._walked = -1e9
+        self._walked, self._took_s = -1e9, 0.0
 
     def runs(self) -> list[Run]:
         """All runs, the newest first."""
         with self._lock:
-            if time.monotonic() - self._walked > _FRESH_S:
+            # A walk over slow storage is not worth more than a tenth of the time.
+            if time.monotonic() - self._walked > max(_FRESH_S, 10 * self._took_s):
+                began = time.monotonic()
                 self._runs, self.notes = self._walk()
                 self._walked = time.monotonic()
+                self._took_s = self._walked - began
             return sorted(self._runs.values(), key=lambda run: (-run.updated_s, run.id))
 
     def find(self, id: str) -> Run:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trine.dashboard.detail import Lane, make_lane, nesting_depth
+from trine.dashboard.detail import Lane, make_lane, nesting_depth, pack
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, PHASES, Rank, Table
 
 __all__ = ["KINDS", "RankLanes", "build"]
@@ -22,6 +22,8 @@ KINDS = (*DEVICE_KINDS, *HOST_KINDS, "step", *(f"phase:{name}" for name in PHASE
 
 #: Deeper host frames are left out, and the answer says so: nobody reads the sixtieth row.
 DEEPEST = 24
+#: Collectives of several streams or threads overlap; more at once than this share the last row.
+_MOST_COLLECTIVE_ROWS = 4
 
 _STEP = KINDS.index("step")
 _FIRST_PHASE = _STEP + 1
@@ -127,11 +129,20 @@ def _joined(rows: Iterable[_Rows]) -> list[_Rows]:
         for (group, label, depth), parts in places.items()
     ]
     order = {"steps": 0, "phases": 1, "collectives": 2, "device": 3, "host": 4}
-    return sorted(joined, key=lambda row: (order[row.group], _natural(row), row.depth))
+    # Streams by number; threads, the busiest first, keep their order, each with its depths.
+    place: dict[tuple[str, str], int] = {}
+    for row in joined:
+        place.setdefault((row.group, row.label), len(place))
+
+    def key(row: _Rows) -> tuple[int, tuple[int, ...], int]:
+        number = (place[(row.group, row.label)],) if row.group == "host" else _natural(row)
+        return order[row.group], number, row.depth
+
+    return sorted(joined, key=key)
 
 
-def _natural(row: _Rows) -> tuple[int, ...] | tuple[()]:
-    """Streams and threads by their numbers."""
+def _natural(row: _Rows) -> tuple[int, ...]:
+    """Streams by their numbers."""
     return tuple(int(word) for word in row.label.replace("−", "-").split() if word.lstrip("-").isdigit())
 
 
@@ -171,9 +182,14 @@ def _collectives(rank: Rank, names: _Names) -> Iterator[_Rows]:
     if not len(table):
         return
     start = np.where(table["start_ns"] == MISSING, table["issued_ns"], table["start_ns"])
-    kind = np.full(len(table), KINDS.index("communication"), np.uint8)
+    known = (start != MISSING) & (table["end_ns"] != MISSING)
+    table, start = table.select(known), start[known]
     code = names.column(table, "operation", "collective")
-    yield _Rows("collectives", "collectives", 0, start, table["end_ns"], kind, code)
+    row = pack(start, table["end_ns"], _MOST_COLLECTIVE_ROWS)
+    for level in range(int(row.max()) + 1 if len(row) else 0):
+        here = row == level
+        kind = np.full(int(here.sum()), KINDS.index("communication"), np.uint8)
+        yield _Rows("collectives", "collectives", level, start[here], table["end_ns"][here], kind, code[here])
 
 
 def _device(rank: Rank, names: _Names) -> Iterator[_Rows]:
@@ -206,7 +222,7 @@ def _host(rank: Rank, names: _Names) -> tuple[list[_Rows], int]:
     depth = nesting_depth(table["parent"])
     kind = table["kind"] + np.uint8(len(DEVICE_KINDS))
     rows = []
-    for thread in np.unique(table["thread"]):
+    for thread in _busiest_first(table, depth):
         mine = table["thread"] == thread
         label = "thread ?" if thread == MISSING else f"thread {thread}"
         for level in range(min(int(depth[mine].max()) + 1, DEEPEST)):
@@ -223,3 +239,12 @@ def _host(rank: Rank, names: _Names) -> tuple[list[_Rows], int]:
                 )
             )
     return rows, int(depth.max())
+
+
+def _busiest_first(table: Table, depth: npt.NDArray[np.int64]) -> list[int]:
+    """Threads by how long their outermost spans are: the one that trains stands on top."""
+    outer = depth == 0
+    threads, which = np.unique(table["thread"][outer], return_inverse=True)
+    lengths = (table["end_ns"] - table["start_ns"])[outer].astype(np.float64)
+    busy = np.bincount(which.reshape(-1), weights=lengths, minlength=len(threads))
+    return [int(threads[at]) for at in np.argsort(-busy, kind="stable")]

@@ -9,6 +9,7 @@ Each argument is a run, a trace, or a folder that holds any number of them.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import threading
 import webbrowser
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("trine: anyone who can reach this address can read these runs", file=sys.stderr, flush=True)
     if not arguments.no_browser:
         threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
+    # A supervisor's SIGTERM is an orderly end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         server.run()
     except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from trine.dashboard.detail import (
     in_range,
     make_lane,
     nesting_depth,
+    pack,
     reduce_lane,
 )
 
@@ -153,3 +154,15 @@ def test_a_narrow_range_of_a_million_is_exact() -> None:
     assert own.any() and (shown.duration[own] >= 10_000 / 3000).all()
     row = int(np.searchsorted(lane.start, middle))
     assert lane.start[row] in shown.start
+
+
+@given(spans)
+def test_packed_rows_do_not_overlap(rows: list[tuple[int, int, int]]) -> None:
+    start = np.array([row[0] for row in rows], dtype=np.int64)
+    end = start + np.array([row[1] for row in rows], dtype=np.int64)
+    packed = pack(start, end, most=100)
+    for level in set(packed.tolist()):
+        here = np.flatnonzero(packed == level)
+        ordered = here[np.argsort(start[here], kind="stable")]
+        assert (start[ordered][1:] >= np.maximum.accumulate(end[ordered])[:-1]).all()
+    assert pack(start, end, most=2).max(initial=0) <= 1

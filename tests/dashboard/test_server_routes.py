@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,3 +203,23 @@ def test_importing_the_command_does_not_import_dash() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert found.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_and_ends_in_order(tmp_path: Path, how: signal.Signals) -> None:
+    write_record(tmp_path / "a", 3)
+    command = [sys.executable, "-m", "trine", "dashboard", str(tmp_path), "--no-browser", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        line = started.stdout.readline()
+        try:
+            assert line.startswith("Trine shows 1 run at http://127.0.0.1:"), line
+            address = line.split()[5]
+            with urllib.request.urlopen(
+                address + "data/timeline?run=" + tmp_path.name + "/a&rank=0", timeout=60
+            ) as answer:
+                assert answer.status in (200, 202)
+        finally:
+            started.send_signal(how)
+        said = started.communicate(timeout=60)[1]
+    assert started.returncode == 0 and said == ""
