@@ -117,14 +117,18 @@ class WindowTrace:
             if quiet:
                 os.environ.pop("KINETO_LOG_LEVEL", None)
         self._mark: Any = None
+        self._index = 0
         self.steps: list[int] = []
+        #: Steps that were begun and not ended: their marks are renamed when the trace is written.
+        self.given_up: list[int] = []
 
     def begin_step(self, index: int) -> None:
         """Mark the step as PyTorch's own schedule does."""
         import torch
 
         if self._mark is not None:  # the step was given up and begins anew
-            self._mark.__exit__(None, None, None)
+            self._give_up()
+        self._index = index
         self._mark = torch.autograd.profiler.record_function(f"ProfilerStep#{index}")
         self._mark.__enter__()
 
@@ -137,9 +141,8 @@ class WindowTrace:
 
     def stop(self) -> None:
         """Stop collecting; the trace is kept until :meth:`save`."""
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.__exit__(None, None, None)
+        if self._mark is not None:
+            self._give_up()
         if self.steps:
             told = json.dumps({"steps": self.steps})
             self._profiler.add_metadata_json("trine", told)
@@ -148,19 +151,34 @@ class WindowTrace:
         finally:
             self._quiet.close()
 
+    def _give_up(self) -> None:
+        mark, self._mark = self._mark, None
+        mark.__exit__(None, None, None)
+        self.given_up.append(self._index)
+
     def save(self, path: Path) -> None:
         """Write the trace as JSON. Kineto holds the interpreter while it writes, so no thread would help."""
         self._profiler.export_chrome_trace(str(path))
 
 
-def compress(source: Path, target: Path, failed: Callable[[Exception], None]) -> threading.Thread:
-    """Gzip ``source`` to ``target`` in a thread (zlib lets others run), then remove it; a reader sees all or nothing."""
+def compress(
+    source: Path, target: Path, given_up: list[int], failed: Callable[[Exception], None]
+) -> threading.Thread:
+    """Gzip ``source`` to ``target`` in a thread (zlib lets others run), then remove it; a reader sees all or nothing.
+
+    Marks of steps that were ``given_up`` are renamed on the way: a reader would take them for steps.
+    """
+    names = [(b'"ProfilerStep#%d"' % index, b'"unfinished step %d"' % index) for index in given_up]
 
     def work() -> None:
         part = target.with_suffix(".part")
         try:
             with source.open("rb") as plain, gzip.open(part, "wb", compresslevel=1) as packed:
-                shutil.copyfileobj(plain, packed, 1 << 20)
+                if names:
+                    for line in plain:
+                        packed.write(_renamed(line, names))
+                else:
+                    shutil.copyfileobj(plain, packed, 1 << 20)
             part.replace(target)
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -171,3 +189,9 @@ def compress(source: Path, target: Path, failed: Callable[[Exception], None]) ->
     thread = threading.Thread(target=work, name="trine-window", daemon=True)
     thread.start()
     return thread
+
+
+def _renamed(line: bytes, names: list[tuple[bytes, bytes]]) -> bytes:
+    for before, after in names:
+        line = line.replace(before, after)
+    return line

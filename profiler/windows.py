@@ -262,7 +262,7 @@ class DeepWindows:
         # gzip level 1 makes a trace about twelve times smaller.
         self._written += plain.stat().st_size // 12
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(compress(plain, packed, self._compress_failed))
+        self._threads.append(compress(plain, packed, trace.given_up, self._compress_failed))
 
     def _compress_failed(self, error: Exception) -> None:
         self._note("window-failed", "warning", f"a deep window could not be written: {error}")
