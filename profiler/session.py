@@ -412,20 +412,25 @@ class Session:
             self.background.boundaries.append((start, index))
 
     def _close(self, error: BaseException | None) -> None:
+        run = self.guard.run
+        never = self._state == "open"
+        run("steps", self._close_last_step)
+        self._state = "closed"
         if self._stop_listening is not None:
-            self._stop_listening()
+            run("events", self._stop_listening)
+        run("removing hooks", self._hooks.remove)
+        self.collectors.stop()
+        final = describe.final(error)
+        if self.background is not None:
+            self.facts |= run("facts", describe.facts_in_training, self) or {}
+            if not self.background.finish(final):
+                logger.warning("%s took too long to write the last steps; they may be missing", self.path)
+        elif self._writer is not None:
+            run("record", self._writer.close, {**final, "notes": self.guard.notes})
+        elif never:
+            describe.warn_without_steps(self)
+
+    def _close_last_step(self) -> None:
         if self.part is not None and self.progress.stepped:
             self.end_part(True)
         self.close_step()
-        self._hooks.remove()
-        self.collectors.stop()
-        never = self._state == "open"
-        self._state = "closed"
-        if self.background is None:
-            if never:
-                describe.warn_without_steps(self)
-            return
-        self.facts |= self.guard.run("facts", describe.facts_in_training, self) or {}
-        final = describe.final(error)
-        if not self.background.finish(final):
-            logger.warning("%s took too long to write the last steps; they may be missing", self.path)
