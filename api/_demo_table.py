@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trine._demo_changes import spelled
@@ -170,13 +172,20 @@ def _parity(result: DemoResult) -> list[str]:
 
 
 def _paths(result: DemoResult) -> list[str]:
-    folder = result.config_path.parent
+    plain, tuned = result.plain, result.tuned
+    folder = _short(result.config_path.parent)
     return [
-        f"Configuration  {result.config_path}",
-        f"Reports        {result.plain.report}  {result.tuned.report}",
+        f"Configuration  {_short(result.config_path)}",
+        f"Reports        {_short(plain.report)} and {tuned.report.name} beside it",
+        f"Compare        trine compare {_short(tuned.record)} --against {_short(plain.record)}",
         f"Dashboard      trine dashboard {folder}",
-        f"Compare        trine compare {result.tuned.record} --against {result.plain.record}",
     ]
+
+
+def _short(path: Path) -> str:
+    """The path from here where it lies below, quoted for a shell where it must be."""
+    whole, here = path.resolve(), Path.cwd().resolve()
+    return shlex.quote(str(whole.relative_to(here) if whole.is_relative_to(here) else whole))
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

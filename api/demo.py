@@ -109,15 +109,16 @@ class DemoResult:
 
 def run_demo(options: Options, tell: Tell) -> DemoResult:
     """Run all stages. Raises ``TrineError`` in one line; no process outlives the call."""
-    import torch
+    from trine.profiler.machine import accelerators
 
-    ranks, threads = _place(options.ranks, torch)
-    shape = options.shape or _shape(torch)
+    devices = [device.name for device in accelerators()]
+    ranks, threads = _place(options.ranks, len(devices))
+    shape = options.shape or _shape(on_gpu=bool(devices))
     output = _prepare(options.output)
     environment = {"OMP_NUM_THREADS": str(threads)}
     clock = _Clock(tell)
     with clock.stage("machine", "measuring this machine and building the observer of collectives"):
-        _measure_machine(ranks, threads, torch, tell)
+        _measure_machine(ranks, threads, devices[0] if devices else None, tell)
     with clock.stage("plain", f"training {options.steps} steps as people first write it, {ranks} ranks"):
         plain = _train(output, "plain", options, shape, ranks, environment, None)
     with clock.stage("analysis", "analysing the record"):
@@ -171,17 +172,16 @@ class _Clock:
         return timed()
 
 
-def _place(wanted: int | None, torch: Any) -> tuple[int, int]:
+def _place(wanted: int | None, devices: int) -> tuple[int, int]:
     """(ranks, threads a rank): a GPU a rank where there are two, one GPU alone, else two on the CPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = wanted or (2 if devices != 1 else 1)
     return ranks, max(1, cores // ranks)
 
 
-def _shape(torch: Any) -> tuple[str, ...]:
+def _shape(on_gpu: bool) -> tuple[str, ...]:
     """The sample's own shape on a CPU; a few hundred times the work on a GPU, so that it has something to do."""
-    if not torch.cuda.is_available():
+    if not on_gpu:
         return ()
     return ("--layers=12", "--hidden=1024", "--heads=16", "--sequence=1024", "--batch=16")
 
@@ -198,7 +198,7 @@ def _prepare(output: Path) -> Path:
     return output
 
 
-def _measure_machine(ranks: int, threads: int, torch: Any, tell: Tell) -> None:
+def _measure_machine(ranks: int, threads: int, device: str | None, tell: Tell) -> None:
     """Calibrate what has no figures yet, while the observer is compiled on another core. Neither is fatal."""
     from trine.profiler import calibrate
     from trine.profiler.observer_build import ensure_built
@@ -206,14 +206,12 @@ def _measure_machine(ranks: int, threads: int, torch: Any, tell: Tell) -> None:
     builder = threading.Thread(target=ensure_built, kwargs={"wait": True}, daemon=True)
     builder.start()
     try:
-        on_gpu = torch.cuda.is_available()
-        name = torch.cuda.get_device_name(0) if on_gpu else processor_name()
-        known = calibrated(name, None if on_gpu else threads)
+        known = calibrated(device, None) if device else calibrated(processor_name(), threads)
         if known is None or (ranks > 1 and not known.collective):
             collective = calibrate.measure_all_reduce(ranks) if ranks > 1 else {}
             measured = (
                 calibrate.calibrate_device(0, collective)
-                if on_gpu
+                if device
                 else calibrate.calibrate_cpu(threads, collective)
             )
             store_calibration(measured)

@@ -85,7 +85,7 @@ def alternate(
 def _wait_for_device() -> None:
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
@@ -100,7 +100,9 @@ def _device() -> Any:
 def _grouped() -> bool:
     from torch import distributed
 
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    return distributed.get_world_size() > 1
 
 
 def _agree(stop: bool) -> bool:

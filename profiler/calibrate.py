@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
 
 #: Seconds that one matrix product by one dtype may take, all repetitions together.
 MATMUL_SECONDS = 0.6
+LARGEST_PRODUCT = 16384
 #: A copy of this many bytes; larger than any last-level cache a process is likely to have for itself.
 COPY_BYTES = 256 * 2**20
 ALL_REDUCE_BYTES = tuple(2**exponent for exponent in (3, 10, 14, 17, 20, 22, 24))
@@ -68,11 +70,10 @@ def calibrate_all(
         if name not in names:
             names.add(name)
             tell(f"matrix products and copies on {name}")
-            measured = _try(
-                lambda index=index: calibrate_device(index, collective if on_device else {}), tell
-            )  # type: ignore[misc]
-            if measured is not None:
-                found.append(measured)
+            used = collective if on_device else {}
+            device_peaks = _try(partial(calibrate_device, index, used), tell)
+            if device_peaks is not None:
+                found.append(device_peaks)
     return found
 
 
@@ -205,25 +206,21 @@ def _at_least(peaks: Peaks, single: Mapping[str, float]) -> Peaks:
 
 
 def _matmul_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Best rate over square products that grow until one takes a tenth of the time given."""
-    best = 0.0
-    size, deadline = 256, time.perf_counter() + MATMUL_SECONDS
+    """Best rate over square products that double until one takes a twelfth of the time, then repeated."""
+    best, size = 0.0, 256
+    deadline = time.perf_counter() + MATMUL_SECONDS
     while True:
-        left = torch.randn(size, size, device=device).to(dtype)
-        right = torch.randn(size, size, device=device).to(dtype)
-        _timed(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]  # warms up
+        factors = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        product = partial(torch.matmul, *factors)
+        product()  # warms up
         took = math.inf
         while True:
-            took = min(took, _timed(lambda left=left, right=right: left @ right, device))  # type: ignore[misc]
-            if time.perf_counter() > deadline or took < MATMUL_SECONDS / 40:
+            took = min(took, _timed(product, device))
+            large = took > MATMUL_SECONDS / 12 or size >= LARGEST_PRODUCT
+            if not large or time.perf_counter() > deadline:
                 break
         best = max(best, 2 * size**3 / took)
-        if time.perf_counter() > deadline or size >= 16384:
-            return best
-        if took > MATMUL_SECONDS / 12:
-            # Large enough: spend what is left on repeating it.
-            while time.perf_counter() < deadline:
-                best = max(best, 2 * size**3 / _timed(lambda left=left, right=right: left @ right, device))  # type: ignore[misc]
+        if large or time.perf_counter() > deadline:
             return best
         size *= 2
 
@@ -242,13 +239,13 @@ def _timed(work: Callable[[], Any], device: torch.device) -> float:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         begin.record()
         work()
         end.record()
         end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 @contextmanager
@@ -268,7 +265,7 @@ def _all_reduce_rank(rank: int, ranks: int, backend: str, port: int, results: An
     try:
         torch.set_num_threads(1)
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-        store = distributed.TCPStore(
+        store = distributed.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=ALL_REDUCE_SECONDS)
         )
         distributed.init_process_group(

@@ -50,6 +50,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
         mask = torch.ones(config.sequence, config.sequence, dtype=torch.bool).tril()
+        self.mask: torch.Tensor
         self.register_buffer("mask", mask, persistent=False)
 
     def set_attention(self, implementation: str) -> None:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import trine
-from trine.samples.gpt import GPT, GPTConfig, loss_of
+from trine.samples.gpt import GPT, Attention, GPTConfig, loss_of
 from trine.samples.text import SourceText, standard_library
 
 __all__ = ["arguments_of", "build", "main", "place"]
@@ -175,7 +175,8 @@ def _profile(arguments: argparse.Namespace, model: GPT, optimizer: torch.optim.O
     if arguments.record is None:
         yield _NoProfile()
         return
-    attention = model.blocks[0].attention.implementation  # the configuration may have changed it
+    # The configuration may have changed it.
+    attention = next(module.implementation for module in model.modules() if isinstance(module, Attention))
     with trine.profile(arguments.record, model=model, optimizer=optimizer, attention=attention) as prof:
         yield prof
 
