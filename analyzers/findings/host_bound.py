@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trine.analyzers.results import Finding, Recommendation
+from trine.analyzers.results import Breakdown, Finding, Recommendation
 from trine.analyzers.units import duration, percent
 
 from ._facts import Facts, RankFacts, typical
@@ -19,9 +19,11 @@ KIND: Literal["fault"] = "fault"
 #: Idle device time whose cause is the host, as a share of the window, from which on it is a fault.
 DEVICE_SHARE = 0.15
 #: Without a device: time outside every operator. Python between operators is normal there ...
-CPU_SHARE = 0.35
-#: ... and is most of a step this short, whatever one does.
+CPU_SHARE = 0.50
+#: ... and is much of a step this short, whatever one does.
 CPU_STEP_NS = 5_000_000
+#: A deep window whose steps take this many times the usual ones shows the profiler, not the program.
+DISTURBED_TIMES = 1.5
 #: Of the usual step, what lies outside loader, forward, backward and optimizer: logging, metrics,
 #: evaluation, checkpoints.
 OUTSIDE_SHARE = 0.25
@@ -32,36 +34,42 @@ class _Idle:
     """Shares of the step: launching too slowly, blocking, and a phase outside the training itself."""
 
     rank: int
-    host: float
-    sync: float
+    host: float | None
+    sync: float | None
     outside: float | None
 
     @property
-    def between(self) -> float:
-        return self.host + self.sync
+    def between(self) -> float | None:
+        """Host and sync together; None where no breakdown tells."""
+        return None if self.host is None or self.sync is None else self.host + self.sync
 
 
 def _idle(facts: Facts) -> _Idle | None:
     """The typical rank's idle time caused by the host; None where neither a breakdown nor phases tell."""
     found = [idle for rank in facts.ranks if (idle := _idle_of(facts, rank)) is not None]
-    return typical(found, lambda idle: max(idle.between, idle.outside or 0.0))
+    return typical(found, lambda idle: max(idle.between or 0.0, idle.outside or 0.0))
 
 
 def _idle_of(facts: Facts, rank: RankFacts) -> _Idle | None:
     breakdown = rank.breakdown
     # A device may work on while its host logs: there, only its own idle time counts.
     outside = None if facts.on_accelerator else rank.usual("other")
-    if breakdown is None:
-        return None if outside is None else _Idle(rank.rank, 0.0, 0.0, outside)
+    usual_ns = facts.step_ns if len(rank.durations) else None  # steps that ran without a profiler
+    if breakdown is None or _step_ns(breakdown) > DISTURBED_TIMES * (usual_ns or _step_ns(breakdown)):
+        return None if outside is None else _Idle(rank.rank, None, None, outside)
     host, sync = breakdown.idle.host / breakdown.window_ns, breakdown.idle.sync / breakdown.window_ns
     # Under a profiler every operator costs more. Steps that ran without one say how much: that much of
     # the idle time is its doing, not the program's.
-    if len(rank.durations) and breakdown.steps and facts.step_ns:
-        step_ns = breakdown.window_ns / len(breakdown.steps)
-        real = max((host + sync) * step_ns - max(step_ns - facts.step_ns, 0.0), 0.0) / facts.step_ns
+    if usual_ns and breakdown.steps:
+        step_ns = _step_ns(breakdown)
+        real = max((host + sync) * step_ns - max(step_ns - usual_ns, 0.0), 0.0) / usual_ns
         scale = min(real / (host + sync), 1.0) if host + sync > 0 else 0.0
         host, sync = host * scale, sync * scale
     return _Idle(rank.rank, host, sync, outside)
+
+
+def _step_ns(breakdown: Breakdown) -> float:
+    return breakdown.window_ns / max(len(breakdown.steps), 1)
 
 
 def _threshold(facts: Facts) -> float:
@@ -73,9 +81,11 @@ def find(facts: Facts) -> Finding | None:
     idle = _idle(facts)
     if idle is None or (not facts.on_accelerator and (facts.step_ns or 0) < CPU_STEP_NS):
         return None
-    if idle.outside is not None and idle.outside >= max(OUTSIDE_SHARE, idle.between):
+    if idle.outside is not None and idle.outside >= max(OUTSIDE_SHARE, idle.between or 0.0):
         return _outside(facts, idle, idle.outside)
-    return _between(facts, idle) if idle.between >= _threshold(facts) else None
+    if idle.between is None or idle.between < _threshold(facts):
+        return None
+    return _between(facts, idle, idle.between)
 
 
 def _outside(facts: Facts, idle: _Idle, share: float) -> Finding:
@@ -102,10 +112,9 @@ def _outside(facts: Facts, idle: _Idle, share: float) -> Finding:
     )
 
 
-def _between(facts: Facts, idle: _Idle) -> Finding:
-    share = idle.between
+def _between(facts: Facts, idle: _Idle, share: float) -> Finding:
     stall_ns = facts.step_part_ns(share)
-    blocks = idle.sync > idle.host
+    blocks = (idle.sync or 0.0) > (idle.host or 0.0)
     cause = "the host blocks in synchronising calls" if blocks else "the host is busy between launches"
     title = f"No operator runs for {duration(stall_ns)} of the {facts.unit} ({percent(share)}): the time goes to Python"
     if facts.on_accelerator:
@@ -122,8 +131,8 @@ def _between(facts: Facts, idle: _Idle) -> Finding:
 
 def _evidence(idle: _Idle, stall_ns: int, basis: str) -> dict[str, Any]:
     return {
-        "host_idle_share": round(idle.host, 4),
-        "sync_idle_share": round(idle.sync, 4),
+        "host_idle_share": None if idle.host is None else round(idle.host, 4),
+        "sync_idle_share": None if idle.sync is None else round(idle.sync, 4),
         "outside_share": None if idle.outside is None else round(idle.outside, 4),
         "stall_ns": stall_ns,
         "typical_rank": idle.rank,
@@ -171,14 +180,14 @@ def healthy(facts: Facts) -> str | None:
     if idle is None or find(facts) is not None:
         return None
     limit = _threshold(facts)
-    if facts.on_accelerator:
-        if idle.between >= limit:
-            return None
-        return f"Host: the device idles for the host {percent(idle.between)} of the time (fault from {percent(limit)})"
-    if any(rank.breakdown is not None for rank in facts.ranks):
-        if idle.between >= limit:
-            return None
-        return f"Host: no operator runs {percent(idle.between)} of the time (fault from {percent(limit)})"
+    if idle.between is not None:
+        what = "the device idles for the host" if facts.on_accelerator else "no operator runs"
+        below = idle.between < limit
+        return (
+            f"Host: {what} {percent(idle.between)} of the time (fault from {percent(limit)})"
+            if below
+            else None
+        )
     if idle.outside is None or idle.outside >= OUTSIDE_SHARE:
         return None
     return f"Host: {percent(idle.outside)} of the usual step lies outside the training itself (fault from {percent(OUTSIDE_SHARE)})"
