@@ -151,16 +151,15 @@ def _sources(machine: dict[str, Any]) -> list[str]:
 
 
 def _devices() -> list[dict[str, Any]]:
-    import torch
+    from trine.profiler.machine import accelerators
 
-    if not torch.cuda.is_available():
-        return []
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found = accelerators()
+    names = [device.name for device in found]
     return [
         {
             "name": name,
             "count": names.count(name),
-            "memory_bytes": torch.cuda.get_device_properties(names.index(name)).total_memory,
+            "memory_bytes": found[names.index(name)].memory_bytes,
             "looked_up": _plain(peaks) if (peaks := peaks_of(name)) else None,
             "measured": _plain(peaks) if (peaks := calibrated(name)) else None,
         }
@@ -172,15 +171,10 @@ def _plain(peaks: Peaks) -> dict[str, Any]:
     return asdict(peaks)
 
 
-def _torch_facts() -> dict[str, Any]:
-    import torch
+def _torch_facts() -> dict[str, str | None]:
+    from trine.profiler.machine import torch_facts
 
-    return {
-        "version": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
+    return torch_facts()
 
 
 def _observer() -> dict[str, Any]:
