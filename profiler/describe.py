@@ -52,12 +52,17 @@ def place() -> tuple[int, int, int]:
 
 
 def device_of(models: Sequence[Any], optimizers: Sequence[Any]) -> tuple[str, int]:
-    """(type, index) of the device that trains: where the parameters are, else the accelerator, else the CPU."""
+    """(type, index) of the device that trains: where the parameters are, else the one that is in use, else the CPU.
+
+    A device that nobody has used yet is not touched: asking it would make a context on it.
+    """
     for parameter in parameters_of(models, optimizers):
         if parameter.device.type != "meta":
             return parameter.device.type, parameter.device.index or 0
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else getattr(torch, accelerator.type, None)
+    is_used = getattr(module, "is_initialized", None)
+    if accelerator is None or is_used is None or not is_used():
         return "cpu", 0
     return accelerator.type, torch.accelerator.current_device_index()
 

@@ -62,13 +62,16 @@ class EventPool:
 class Marker:
     """Marks of the part that is open. ``marks`` is flat: phase, host time, stamp, phase, …"""
 
-    def __init__(self, events: EventPool | None) -> None:
+    def __init__(self) -> None:
         self.thread = get_ident()
         self.marks: list[Any] = []
         self.open = False
-        self.on_device = events is not None
-        self._stamp: Callable[[], Any] = time.thread_time_ns if events is None else events.record
+        self._stamp: Callable[[], Any] = time.thread_time_ns
         self._stack = [OTHER]
+
+    def stamp_with(self, events: EventPool | None) -> None:
+        """Stamp with events from the next part on, or with the thread's CPU time."""
+        self._stamp = time.thread_time_ns if events is None else events.record
 
     def begin(self) -> None:
         """Open a part in this thread."""

@@ -79,14 +79,15 @@ class Session:
         self.autocast: str | None = None
         self.tokens_per_step: int | None = None
         self.rank, self.world_size, self.local_rank = 0, 1, 0
-        self.device = describe.device_of(self.models, self.optimizers)
+        #: Type and index of the device that trains; known at the first step.
+        self.device = ("cpu", 0)
         # What hooks read (hooks.Watcher).
         self.exposes_backward = False
         self.watches_loaders = True
-        self._events = self.guard.run("device events", self._open_events)
-        self.marker = Marker(self._events)
+        self._events: EventPool | None = None
+        self.marker = Marker()
         self._hooks = Hooks(self, self.models)
-        self._losses = LossReader(self.device[0])
+        self._losses = LossReader()
         self._sizes = (tokens, samples)
         self._windows, self._max_bytes, self._counts_flops = windows, max_bytes, flops
         self._outer: Session | None = None
@@ -316,6 +317,10 @@ class Session:
             logger.warning("%s cannot be written (%s): this run is not recorded", self.path, error)
             self._hooks.remove()
             return
+        self.device = describe.device_of(self.models, self.optimizers)
+        self._events = self.guard.run("device events", self._open_events)
+        self.marker.stamp_with(self._events)
+        self.guard.run("losses", self._losses.prepare, self.device[0])
         self.exposes_backward = self._events is not None and self.world_size > 1
         self._witness = describe.witness_of(self.models, self.optimizers)
         self.collectors.start(

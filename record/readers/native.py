@@ -200,6 +200,14 @@ def _say_what_happened(rank: Rank, about: dict[str, Any], content: Content) -> N
         rank.note(
             "phases-unknown", "info", f"{unknown} steps have no phases: their device times never arrived"
         )
+    if (rank.metadata.get("data_parallel") or {}).get("kind", "").startswith("fsdp") and rank.metadata.get(
+        "exposed_communication"
+    ) == "end of backward":
+        message = (
+            "on a device, waiting for collectives inside forward and backward (as FSDP does) is counted with those "
+            "phases; a deep window shows it"
+        )
+        rank.note("exposure-partly-seen", "info", message)
     if about.get("state") == "running" and _process_is_gone(about):
         rank.metadata["state"] = "killed"
         rank.note(
