@@ -11,7 +11,7 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["pieces_of", "size_of", "to_device"]
+__all__ = ["pieces_of", "size_of", "to_device", "tokens_of"]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -29,6 +29,14 @@ def size_of(batch: Any) -> int | None:
         if tensor.dim():
             return int(tensor.shape[0])
     return None
+
+
+def tokens_of(batch: Any) -> int | None:
+    """Elements of the first tensor when it is two-dimensional and of integers, as token ids are; else ``None``."""
+    first = next(_tensors(batch), None)
+    if first is None or first.dim() != 2 or first.is_floating_point() or first.is_complex():
+        return None
+    return int(first.numel())
 
 
 def pieces_of(batch: Any, count: int) -> list[Any]:

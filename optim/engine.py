@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trine.optim.batches import pieces_of, size_of, to_device
+from trine.optim.batches import pieces_of, size_of, to_device, tokens_of
 from trine.optim.config import Config
 from trine.optim.techniques import Assembly, Effect, Facts, require_applicable, techniques
 from trine.record.errors import UsageError
@@ -141,11 +141,11 @@ class Engine:
                 left -= 1
                 self._last_is_near = left == 0
             self._step_open = True
-            samples = size_of(batch)
+            size = (size_of(batch), tokens_of(batch))
             try:
                 yield batch
             finally:  # also when the loop is left early: the step ends there
-                self._close_step(samples)
+                self._close_step(*size)
         if self._micro:
             logger.warning(
                 "the loader ended after %d of %d micro-batches: their gradients were left for the next step",
@@ -187,7 +187,7 @@ class Engine:
         mean: torch.Tensor = weighted / weights
         self._loss = mean
         if own_step:
-            self._close_step(size_of(batch))
+            self._close_step(size_of(batch), tokens_of(batch))
         return mean
 
     @property
@@ -266,9 +266,9 @@ class Engine:
         self._weight = 0.0
         self._counted = False
 
-    def _close_step(self, samples: int | None) -> None:
+    def _close_step(self, samples: int | None, tokens: int | None) -> None:
         self._step_open = False
-        emit("step_end", index=self._index, samples=samples, tokens=None, loss=self._loss)
+        emit("step_end", index=self._index, samples=samples, tokens=tokens, loss=self._loss)
         self._index += 1
         self._loss = None
 

@@ -23,8 +23,8 @@ _listeners: tuple[Listener, ...] = ()
 def listen(listener: Listener) -> Callable[[], None]:
     """Call ``listener(kind, values)`` for every event; returns a function that stops it.
 
-    Kinds: ``step_begin`` {index}, ``step_end`` {index, tokens, samples, loss}, ``phase`` {name},
-    ``metric`` {name, value}.
+    Kinds: ``step_begin`` {index}, ``step_end`` {index, tokens, samples, loss}, ``step_cancel`` {index} (it began, and
+    there was no batch for it), ``phase`` {name}, ``metric`` {name, value}.
     """
     global _listeners
     _listeners = (*_listeners, listener)

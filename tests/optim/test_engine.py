@@ -195,6 +195,17 @@ def test_events_tell_each_step_and_phase() -> None:
     ]
 
 
+def test_the_end_of_a_step_says_what_it_held() -> None:
+    ends: list[dict[str, Any]] = []
+    stop = events.listen(lambda kind, values: ends.append(values) if kind == "step_end" else None)
+    try:
+        losses, _, _ = optim_cases.train({}, steps=2)
+    finally:
+        stop()
+    assert [(end["samples"], end["tokens"]) for end in ends] == [(4, 4 * 32)] * 2
+    assert [float(end["loss"]) for end in ends] == losses
+
+
 def test_clipping_and_scheduling_at_each_optimizer_step() -> None:
     from trine.samples.gpt import loss_of
 
