@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,30 @@ def test_a_wrong_command_in_a_document_would_be_found() -> None:
     ]
     with pytest.raises(UsageError):
         _parser().parse_args(["compare", "a", "--agianst", "b"])
+
+
+PRELUDE = """
+import torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = [torch.randn(4, 8) for _ in range(4)]
+def loss_fn(model, batch):
+    return model(batch).pow(2).mean()
+"""
+
+
+def test_python_in_the_readme_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the README's Python trains a model; install trine[train]")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 2
+    (tmp_path / "tuned.toml").write_text('[precision]\ndtype = "bf16"\n')
+    (tmp_path / "program.py").write_text("\n".join([PRELUDE, *blocks, "print(float(loss))"]))
+    found = subprocess.run(
+        [sys.executable, "program.py"], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout.splitlines()[-1]) >= 0
+    assert (tmp_path / "runs" / "a" / "run.json").is_file()
 
 
 def test_every_page_is_in_the_index() -> None:
