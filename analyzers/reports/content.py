@@ -13,7 +13,8 @@ from trine.analyzers.results import Analysis, Finding, RankResult
 from trine.analyzers.units import count, duration, percent, rank_list, size
 from trine.analyzers.verdict import value_text
 
-from . import _sections
+from . import _exchange, _sections
+from ._cells import Limits
 from .document import Document, FindingCard, Items, Paragraph, Section, clean
 from .wording import words
 
@@ -27,14 +28,14 @@ def compose(
     is left out is said under the table. Raises ``UsageError`` for a language that does not exist."""
     text = words(language)
     shown, hidden = _pick_ranks(analysis.ranks, most_ranks)
-    limits = _sections.Limits(shown, hidden, most_rows)
+    limits = Limits(shown, hidden, most_rows)
     sections = (
         _findings(analysis, text),
         _sections.where(analysis, text, limits),
         _not_bound(analysis, text),
         _sections.step_times(analysis, text, limits),
-        _sections.communication(analysis, text, limits),
-        _sections.memory(analysis, text, limits),
+        _exchange.communication(analysis, text, limits),
+        _exchange.memory(analysis, text, limits),
         _sections.work(analysis, text, limits),
         _sections.utilisation(analysis, text),
         _checklist(analysis, text),

@@ -34,8 +34,10 @@ MOST_ROWS = 20
 #: Longest cell: kernel names reach thousands of characters.
 MOST_CELL = 160
 
-#: What Markdown or the HTML in it would act on. Entities are read as text everywhere, also in tables.
-_SPECIAL = re.compile(r"[&<>|`*_\[\]\\~$#!@:]")
+#: What Markdown, GitHub (mentions, issues, emoji, links) or the HTML in it would act on, where it would.
+#: Entities are read as text everywhere, also in tables.
+_SPECIAL = re.compile(r"[&<>|`*\[\]\\~$]|(?<!\w)_|_(?!\w)|[:@#](?=\S)|(?<=/):|(?<=www)\.")
+_NAMED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def render(analysis: Analysis, *, language: str = "en") -> str:
@@ -61,7 +63,7 @@ def render(analysis: Analysis, *, language: str = "en") -> str:
 
 
 def _escape(text: str) -> str:
-    return _SPECIAL.sub(lambda found: f"&#{ord(found.group())};", text)
+    return _SPECIAL.sub(lambda found: _NAMED.get(found.group()) or f"&#{ord(found.group())};", text)
 
 
 def _cell(text: str) -> str:
