@@ -144,12 +144,19 @@ class AutomaticSession(Session):
     def _in_forward(self) -> None:
         if self.progress.engine:
             return
-        by_hand = self._backward_in_step and not self._fetched and not self.optimizers
-        if self.part is None or by_hand:
+        if self.part is None or self._is_over_without_loader():
             if self.part is not None:
+                self._cycle_end = self._stepped_optimizers[-1] if self._stepped_optimizers else None
                 self._end()
             self._begin()
             self.marker.enter(FORWARD)  # which had been entered before the step began
+
+    def _is_over_without_loader(self) -> bool:
+        """No loader feeds this step, and all that could happen in it has: every optimizer has stepped."""
+        if self._fetched or not self._backward_in_step:
+            return False
+        stepped = set(self._stepped_optimizers)
+        return all(id(optimizer) in stepped for optimizer in self.optimizers)
 
     def _after_backward(self) -> None:
         first = not self._training

@@ -168,6 +168,7 @@ def compress(
 
     Marks of steps that were ``given_up`` are renamed on the way: a reader would take them for steps.
     """
+    # A step that began anew has a second mark of the same name, which is later in the file and stays.
     names = [(b'"ProfilerStep#%d"' % index, b'"unfinished step %d"' % index) for index in given_up]
 
     def work() -> None:
@@ -192,6 +193,8 @@ def compress(
 
 
 def _renamed(line: bytes, names: list[tuple[bytes, bytes]]) -> bytes:
-    for before, after in names:
-        line = line.replace(before, after)
+    """The line with each name replaced that it holds, once; what was replaced leaves ``names``."""
+    for pair in [pair for pair in names if pair[0] in line]:
+        line = line.replace(*pair)
+        names.remove(pair)
     return line

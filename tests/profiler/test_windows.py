@@ -291,6 +291,15 @@ def test_a_loop_that_ends_within_a_window_keeps_its_whole_steps(loop: Callable[.
     assert not torch.autograd._profiler_enabled()
 
 
+def test_a_step_that_begins_anew_is_marked_once(loop: Callable[..., Loop]) -> None:
+    run = loop((1, 2))
+    run.run(2)
+    run.windows.before_step(2)  # the loader was exhausted, and another epoch begins
+    run.run(2)
+    run.windows.close()
+    assert run.steps_of("window-000001.json.gz") == ["ProfilerStep#1", "ProfilerStep#2"]
+
+
 def test_a_window_changes_no_number(loop: Callable[..., Loop]) -> None:
     def train(with_windows: bool) -> list[float]:
         torch.manual_seed(3)
