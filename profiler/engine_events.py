@@ -72,5 +72,4 @@ class EngineEvents:
             session.progress.engine_ended = True
 
     def _take(self, part: Any, values: dict[str, Any]) -> None:
-        known = (values.get(name) for name in ("loss", "tokens", "samples"))
-        self._session.take_values(part, *known, {})
+        self._session.take_values(part, values.get("loss"), values.get("tokens"), values.get("samples"), {})

@@ -8,7 +8,7 @@ on Linux is the clock of C++ ``std::chrono::steady_clock``; the session anchors 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 __all__ = ["CollectiveSource", "DeepWindowing", "FlopCounting", "Note"]
@@ -17,7 +17,8 @@ __all__ = ["CollectiveSource", "DeepWindowing", "FlopCounting", "Note"]
 class Note(Protocol):
     """Tell the record something about its own data; ends as a ``Quality`` of this rank."""
 
-    def __call__(self, id: str, severity: Literal["info", "warning", "error"], message: str) -> None: ...
+    def __call__(self, id: str, severity: Literal["info", "warning", "error"], message: str) -> None:
+        """Say it once; the same thing again is dropped."""
 
 
 class CollectiveSource(Protocol):
@@ -32,7 +33,7 @@ class CollectiveSource(Protocol):
     def start(self) -> None:
         """Begin observing. Called once, in the training thread, before the first step."""
 
-    def drain(self) -> Mapping[str, Sequence[Any]]:
+    def drain(self) -> Mapping[str, Any]:
         """Collectives that ended since the last drain, as columns of the ``collectives`` table.
 
         Called in the background thread, about twice a second, and once after :meth:`stop`. Columns left out are

@@ -143,9 +143,11 @@ def _steps(content: Content, rank: Rank) -> Table | None:
     order = np.argsort(parts["start_ns"], kind="stable")
     parts = {name: column[order] for name, column in parts.items()}
     steps, whole = merge_parts(parts)
-    left = int((~whole).sum())
+    # While training runs, the last one is no news.
+    known = whole[:-1] if rank.metadata.get("state") == "running" else whole
+    left = int((~known).sum())
     if left:
-        which = ", ".join(str(index) for index in steps["index"][~whole][:5].tolist())
+        which = ", ".join(str(index) for index in steps["index"][: len(known)][~known][:5].tolist())
         message = f"{left} unfinished steps are left out (their optimizer step never came): {which}"
         rank.note("unfinished-steps", "info", message)
     return Table("steps", steps, rank.strings).select(whole)
