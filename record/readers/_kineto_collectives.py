@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ..kernels import operation_of
 from ..model import MISSING, Group, Strings, Table
-from ._kineto_events import DECODE_ERRORS, Arguments
+from ._kineto_events import DECODE_ERRORS, CollectiveArguments
 
 __all__ = ["collectives_table", "groups_of"]
 
@@ -130,7 +130,7 @@ def _integer(value: Any) -> int:
     return MISSING
 
 
-def _external(arguments: Arguments) -> int:
+def _external(arguments: CollectiveArguments) -> int:
     return _integer(arguments.old_external_id if arguments.external_id is None else arguments.external_id)
 
 
@@ -157,7 +157,7 @@ def ranks_of(value: Any, size: int = MISSING, start: int = MISSING, stride: int 
     return ()
 
 
-def _from_metadata(arguments: Arguments) -> _Call:
+def _from_metadata(arguments: CollectiveArguments) -> _Call:
     call = _Call()
     if arguments.collective is not None:
         call.operation = operation_of_call(str(arguments.collective))
@@ -274,7 +274,7 @@ class _Host:
 
 
 def collectives_table(
-    marked: Sequence[tuple[str, int, Arguments]],
+    marked: Sequence[tuple[str, int, CollectiveArguments]],
     device: Table | None,
     host: Table | None,
     types: Mapping[int, str],
@@ -311,7 +311,7 @@ def collectives_table(
 
 
 def _device_call(
-    row: int, arguments: Arguments, device: Table, look: _Host, by_external: Mapping[int, int]
+    row: int, arguments: CollectiveArguments, device: Table, look: _Host, by_external: Mapping[int, int]
 ) -> _Call:
     call = _from_metadata(arguments)
     number = _external(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,8 +14,18 @@ import numpy.typing as npt
 
 from ..kernels import is_communication
 from ..model import DEVICE_KINDS, HOST_KINDS, MISSING, Strings
-from ._kineto_events import DECODE_ERRORS, NO_ARGUMENTS, Arguments, Event
-from ._kineto_times import nanoseconds, whole
+from ._kineto_events import (
+    DECODE_ERRORS,
+    CollectiveArguments,
+    DeviceArguments,
+    Event,
+    ExactEvent,
+    HostArguments,
+    MemoryArguments,
+    arguments,
+)
+from ._kineto_stream import Chunk
+from ._kineto_times import nanoseconds, nanoseconds_of_numbers, whole
 
 __all__ = ["Columns", "host_kind_of_name"]
 
@@ -27,6 +37,9 @@ _OPERATOR, _RUNTIME, _ANNOTATION, _PYTHON, _LOADER, _SYNC, _COLLECTOR = range(le
 _DEVICE = 100
 _MEMORY = 200
 _IGNORED = 300
+
+#: Flow arrows, names of threads and counters.
+_SILENT = ("s", "f", "t", "M", "C")
 
 #: Categories in lower case, old names (torch 1.8, 1.9) and new.
 _CATEGORIES = {
@@ -164,10 +177,56 @@ class _Threads(dict[tuple[Any, Any], int]):
         return thread
 
 
-class Columns:
-    """Takes lists of events, keeps columns. Call :meth:`add` per chunk, then read the fields.
+class _Sorted:
+    """A chunk's events by what becomes of them."""
 
-    Times are nanoseconds on the trace's own clock (its base time is not added yet).
+    __slots__ = ("count", "groups", "marks", "unknown")
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.groups: dict[int, list[Event]] = {}
+        self.unknown: dict[str, list[Event]] = {}
+        routes = _Routes(self.groups, self.unknown)
+        others: list[Event] = []
+        for event in events:
+            if event.ph == "X":
+                try:
+                    routes[event.cat](event)
+                except TypeError:  # a list or an object for a category
+                    routes[str(event.cat)](event)
+            else:
+                others.append(event)
+        speaking = [event for event in others if event.ph not in _SILENT]
+        self.marks = [event for event in speaking if event.ph in ("B", "E")]
+        memory = [event for event in speaking if event.name == "[memory]" and event.ph in ("i", "I")]
+        if memory:
+            self.groups[_MEMORY] = memory
+        self.groups.pop(_IGNORED, None)
+        self.count = len(events) - sum(event.ph is None for event in speaking)
+
+
+class _Routes(dict[Any, Callable[[Event], None]]):
+    """Category as written → where to put an event of it."""
+
+    def __init__(self, groups: dict[int, list[Event]], unknown: dict[str, list[Event]]) -> None:
+        super().__init__()
+        self._groups, self._unknown = groups, unknown
+
+    def __missing__(self, category: Any) -> Callable[[Event], None]:
+        action = _CATEGORIES.get(str(category).lower())
+        if action is None:
+            label = "(none)" if category is None else str(category)[:40]
+            append = self._unknown.setdefault(label, []).append
+        else:
+            append = self._groups.setdefault(action, []).append
+        self[category] = append
+        return append
+
+
+class Columns:
+    """Takes chunks of events, keeps columns. Call :meth:`add` per chunk, then read the fields.
+
+    Rows are in the order of the file, but for kinds, which stand together within a chunk. Times are
+    nanoseconds on the trace's own clock (its base time is not added yet).
     """
 
     def __init__(self, strings: Strings) -> None:
@@ -175,7 +234,9 @@ class Columns:
         self.device: list[dict[str, Array]] = []
         self.host: list[dict[str, Array]] = []
         self.memory: list[dict[str, Array]] = []
-        self.collectives: list[tuple[str, int, Arguments]] = []  # ("device" | "host", row, arguments)
+        #: ("device" | "host", row, arguments) of communication kernels and of ``record_param_comms``.
+        self.collectives: list[tuple[str, int, CollectiveArguments]] = []
+        self.types: dict[int, str] = {}  # host row of an annotation → its "Input type"
         self.unknown: Counter[str] = Counter()
         self.events = 0
         self.negative_durations = 0
@@ -183,84 +244,60 @@ class Columns:
         self.unclosed = 0
         self._device_rows = 0
         self._host_rows = 0
-        self.types: dict[int, str] = {}  # host row of an annotation → its "Input type"
         self._names = _NameCodes(strings)
         self._texts = _RawCodes(strings)
         self._threads = _Threads()
-        self._open: dict[tuple[Any, Any], list[Event]] = {}
+        self._open: dict[tuple[str, str], list[Event]] = {}
 
-    def add(self, events: list[Event]) -> None:
-        """Sort a chunk's events into columns; the chunk may then be dropped."""
-        device: list[Event] = []
-        device_kinds: list[int] = []
-        host: list[Event] = []
-        host_kinds: list[int] = []
-        memory: list[Event] = []
-        actions: dict[Any, int | None] = {}
-        strange = 0
-        for event in events:
-            phase = event.ph
-            if phase == "X":
-                category = event.cat
-                try:
-                    action = actions[category]
-                except KeyError:
-                    action = actions[category] = _CATEGORIES.get(str(category).lower())
-                except TypeError:  # a list or an object
-                    action = None
-                if action is None:
-                    self.unknown["(none)" if category is None else str(category)[:40]] += 1
-                elif action < _DEVICE:
-                    host.append(event)
-                    host_kinds.append(action)
-                elif action < _MEMORY:
-                    device.append(event)
-                    device_kinds.append(action - _DEVICE)
-            elif phase == "i" or phase == "I":
-                if event.name == "[memory]":
-                    memory.append(event)
-            elif phase == "B" or phase == "E":
-                closed = self._pair(event)
-                if closed is not None:
-                    host.append(closed)
-                    host_kinds.append(_CATEGORIES.get(str(closed.cat).lower(), _ANNOTATION) % _DEVICE)
-            elif phase is None:
-                strange += 1
-        self.events += len(events) - strange
-        if device:
-            self._add_device(device, device_kinds)
-        if host:
-            self._add_host(host, host_kinds)
-        if memory:
-            self._add_memory(memory)
+    def add(self, chunk: Chunk) -> bool:
+        """Sort a chunk's events into columns; the chunk may then be dropped.
 
-    def _pair(self, event: Event) -> Event | None:
-        """A begin and its end as one complete event."""
-        stack = self._open.setdefault((str(event.pid), str(event.tid)), [])
-        if event.ph == "B":
-            stack.append(event)
-            return None
-        if not stack:
-            self.unclosed += 1
-            return None
-        begin = stack.pop()
-        start, end = nanoseconds([bytes(begin.ts), bytes(event.ts)]).tolist()
-        if MISSING in (start, end):
-            return begin  # its missing time is counted with the others
-        begin.dur = msgspec.Raw(f"{(end - start) // 1000}.{(end - start) % 1000:03}".encode())
-        return begin
+        Returns whether doubles were exact enough for its times.
+        """
+        found = _Sorted(chunk.events)
+        times = {action: _quick_times(events) for action, events in found.groups.items()}
+        exact = not found.marks and None not in times.values()
+        if not exact:
+            found = _Sorted(chunk.exact())
+            self._pair(found)
+            times = {action: _exact_times(events) for action, events in found.groups.items()}
+        self.events += found.count
+        self.unknown.update({label: len(events) for label, events in found.unknown.items()})
+        for action, events in sorted(found.groups.items()):
+            spans = self._spans(*(times[action] or _exact_times(events)))
+            if action < _DEVICE:
+                self._add_host(events, action, *spans)
+            elif action < _MEMORY:
+                self._add_device(events, action - _DEVICE, *spans)
+            else:
+                self._add_memory(events, *spans)
+        return exact
+
+    def _pair(self, found: _Sorted) -> None:
+        """Begins and their ends as complete events."""
+        for event in found.marks:
+            stack = self._open.setdefault((str(event.pid), str(event.tid)), [])
+            if event.ph == "B":
+                stack.append(event)
+            elif not stack:
+                self.unclosed += 1
+            else:
+                begin = stack.pop()
+                start, end = nanoseconds([bytes(begin.ts), bytes(event.ts)]).tolist()
+                if MISSING not in (start, end):  # else its missing time is counted with the others
+                    begin.dur = msgspec.Raw(f"{(end - start) // 1000}.{(end - start) % 1000:03}".encode())
+                action = _CATEGORIES.get(str(begin.cat).lower(), _ANNOTATION)
+                found.groups.setdefault(action if action < _DEVICE else _ANNOTATION, []).append(begin)
 
     # --- one kind of event each ----------------------------------------------------------------
 
-    def _times(self, events: Sequence[Event]) -> tuple[Array, Array, Array]:
+    def _spans(self, start: Array, duration: Array) -> tuple[Array, Array, Array]:
         """Starts, ends, and a mask of the rows that have a time at all."""
-        start = nanoseconds([bytes(event.ts) for event in events])
-        duration = nanoseconds([bytes(event.dur) for event in events])
         known = start != MISSING
         self.untimed += int(np.count_nonzero(~known))
         duration[duration == MISSING] = 0
         negative = duration < 0
-        self.negative_durations += int(np.count_nonzero(negative))
+        self.negative_durations += int(np.count_nonzero(negative & known))
         duration[negative] = 0
         return start, start + np.where(known, duration, 0), known
 
@@ -278,92 +315,124 @@ class Columns:
         except TypeError:
             return np.array([threads[str(event.pid), str(event.tid)] for event in events], dtype=np.int64)
 
-    def _add_device(self, events: list[Event], kinds: list[int]) -> None:
-        start, end, known = self._times(events)
-        arguments = [event.args or NO_ARGUMENTS for event in events]
+    def _add_device(self, events: list[Event], kind: int, start: Array, end: Array, known: Array) -> None:
+        args = arguments(events, DeviceArguments)
         names = self._codes(events)
-        kind = np.array(kinds, dtype=np.uint8)
-        rows_before = np.cumsum(known) - known
-        for row, (args, code) in enumerate(zip(arguments, names.tolist(), strict=True)):
-            if kinds[row] == _COPY:
-                continue
-            if args.collective is not None or (code >= 0 and is_communication(self.strings.values[code])):
-                kind[row] = _COMMUNICATION
-            if kind[row] == _COMMUNICATION and known[row]:
-                self.collectives.append(("device", self._device_rows + int(rows_before[row]), args))
+        kinds = np.full(len(events), kind, dtype=np.uint8)
+        if kind != _COPY:
+            codes, inverse = np.unique(names, return_inverse=True)
+            by_name = [code >= 0 and is_communication(self.strings.values[code]) for code in codes]
+            marked = np.array(by_name, dtype=bool)[inverse] | (kind == _COMMUNICATION)
+            marked |= np.array([a.collective is not None for a in args])
+            kinds[marked] = _COMMUNICATION
+            self._keep_collectives("device", events, marked & known, self._device_rows, known)
         columns = {
             "start_ns": start,
             "end_ns": end,
-            "kind": kind,
+            "kind": kinds,
             "device": whole(
-                [e.pid if a.device is None else a.device for e, a in zip(events, arguments, strict=True)]
+                [e.pid if a.device is None else a.device for e, a in zip(events, args, strict=True)]
             ),
-            "stream": whole([_stream(e, a) for e, a in zip(events, arguments, strict=True)]),
+            "stream": whole(
+                [_stream(e) if a.stream is None else a.stream for e, a in zip(events, args, strict=True)]
+            ),
             "name": names,
-            "bytes": whole([a.bytes for a in arguments]),
-            "correlation": whole([a.correlation for a in arguments]),
+            "bytes": whole([a.bytes for a in args]),
+            "correlation": whole([a.correlation for a in args]),
         }
         self.device.append(_kept(columns, known))
         self._device_rows += int(np.count_nonzero(known))
 
-    def _add_host(self, events: list[Event], kinds: list[int]) -> None:
-        start, end, known = self._times(events)
-        arguments = [event.args or NO_ARGUMENTS for event in events]
-        text = self._texts
+    def _add_host(self, events: list[Event], kind: int, start: Array, end: Array, known: Array) -> None:
+        names = self._codes(events)
         columns = {
             "start_ns": start,
             "end_ns": end,
-            "kind": np.array(kinds, dtype=np.uint8),
+            "kind": np.full(len(events), kind, dtype=np.uint8),
             "thread": self._thread_numbers(events),
-            "name": self._codes(events),
-            "module": np.array(
-                [text[bytes(a.hierarchy)] if a.hierarchy else -1 for a in arguments], np.int32
-            ),
-            "correlation": whole([a.correlation for a in arguments]),
-            "shapes": np.array([text[bytes(a.dimensions or a.old_dimensions)] for a in arguments], np.int32),
-            "stack": np.array(
-                [text[bytes(a.call_stack)] if a.call_stack else -1 for a in arguments], np.int32
-            ),
+            "name": names,
+            **self._host_arguments(events, kind),
         }
-        self._mark_collectives(columns, arguments, known)
+        if kind == _OPERATOR:
+            metadata = names == self.strings.find("record_param_comms")
+            self._keep_collectives("host", events, metadata & known, self._host_rows, known)
+        elif kind == _ANNOTATION:
+            self._keep_types(events, known)
         self.host.append(_kept(columns, known))
         self._host_rows += int(np.count_nonzero(known))
 
-    def _mark_collectives(self, columns: dict[str, Array], arguments: list[Arguments], known: Array) -> None:
-        """Keep what collectives are made of: metadata, and the dtypes of annotations."""
-        rows = self._host_rows + np.cumsum(known) - known
-        metadata = self.strings.find("record_param_comms")
-        for position in np.flatnonzero((columns["name"] == metadata) & known).tolist():
-            self.collectives.append(("host", int(rows[position]), arguments[position]))
-        for position in np.flatnonzero((columns["kind"] == _ANNOTATION) & known).tolist():
-            if arguments[position].types:
-                self.types[int(rows[position])] = bytes(arguments[position].types).decode("utf-8", "replace")
+    def _host_arguments(self, events: list[Event], kind: int) -> dict[str, Array]:
+        """Of a host kind the arguments that it has: runtime calls correlations, operators texts, Python nothing."""
+        count = len(events)
+        missing = np.full(count, MISSING, dtype=np.int64)
+        absent = np.full(count, -1, dtype=np.int32)
+        if kind == _PYTHON:
+            return {"module": absent, "correlation": missing, "shapes": absent, "stack": absent}
+        args = arguments(events, HostArguments)
+        if kind == _RUNTIME:
+            missing = whole([a.correlation for a in args])
+            return {"module": absent, "correlation": missing, "shapes": absent, "stack": absent}
+        text = self._texts
+        return {
+            "module": np.array([text[bytes(a.hierarchy)] if a.hierarchy else -1 for a in args], np.int32),
+            "correlation": missing,
+            "shapes": np.array([text[bytes(a.dimensions or a.old_dimensions)] for a in args], np.int32),
+            "stack": np.array([text[bytes(a.call_stack)] if a.call_stack else -1 for a in args], np.int32),
+        }
 
-    def _add_memory(self, events: list[Event]) -> None:
-        start, _, known = self._times(events)
-        arguments = [event.args or NO_ARGUMENTS for event in events]
-        on_host = np.array([a.device_type in (0, "0") for a in arguments])
-        device = whole([a.device_id for a in arguments])
+    def _keep_collectives(
+        self, side: str, events: list[Event], marked: Array, before: int, known: Array
+    ) -> None:
+        """Keep what collectives are made of; ``before`` is the table's length so far."""
+        positions = np.flatnonzero(marked).tolist()
+        rows = (before + np.cumsum(known) - known)[marked].tolist()
+        args = arguments([events[position] for position in positions], CollectiveArguments)
+        self.collectives += zip([side] * len(rows), rows, args, strict=True)
+
+    def _keep_types(self, events: list[Event], known: Array) -> None:
+        """Keep the dtypes of annotations: those around a collective tell its bytes."""
+        rows = (self._host_rows + np.cumsum(known) - known).tolist()
+        for row, kept, args in zip(rows, known.tolist(), arguments(events, CollectiveArguments), strict=True):
+            if kept and args.types:
+                self.types[row] = bytes(args.types).decode("utf-8", "replace")
+
+    def _add_memory(self, events: list[Event], start: Array, end: Array, known: Array) -> None:
+        args = arguments(events, MemoryArguments)
+        on_host = np.array([a.device_type in (0, "0") for a in args])
         columns = {
             "time_ns": start,
-            "address": whole([a.address for a in arguments]),
-            "bytes": whole([a.size for a in arguments]),
-            "device": np.where(on_host, -1, device),
-            "allocated_bytes": whole([a.allocated for a in arguments]),
-            "reserved_bytes": whole([a.reserved for a in arguments]),
+            "address": whole([a.address for a in args]),
+            "bytes": whole([a.bytes for a in args]),
+            "device": np.where(on_host, -1, whole([a.device for a in args])),
+            "allocated_bytes": whole([a.allocated for a in args]),
+            "reserved_bytes": whole([a.reserved for a in args]),
         }
         self.memory.append(_kept(columns, known))
 
 
-def _stream(event: Event, arguments: Arguments) -> Any:
-    if arguments.stream is not None:
-        return arguments.stream
+def _quick_times(events: list[Event]) -> tuple[Array, Array] | None:
+    """Starts and durations from decoded numbers, ``None`` where they must be read as text."""
+    if isinstance(events[0], ExactEvent):
+        return None
+    start = nanoseconds_of_numbers([event.ts for event in events])
+    if start is None:
+        return None
+    duration = (
+        np.zeros_like(start)
+        if events[0].ph in ("i", "I")
+        else nanoseconds_of_numbers([e.dur for e in events])
+    )
+    return None if duration is None else (start, duration)
+
+
+def _exact_times(events: list[Event]) -> tuple[Array, Array]:
+    """Starts and durations from the text of numbers."""
+    return nanoseconds([bytes(e.ts) for e in events]), nanoseconds([bytes(e.dur) for e in events])
+
+
+def _stream(event: Event) -> Any:
     thread = event.tid
     return thread.rsplit(" ", 1)[-1] if isinstance(thread, str) else thread
-
-
-def _external(arguments: Arguments) -> Any:
-    return arguments.old_external_id if arguments.external_id is None else arguments.external_id
 
 
 def _kept(columns: dict[str, Array], known: Array) -> dict[str, Array]:

@@ -6,67 +6,109 @@ round them, texts because most are seen again and need no second string.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
-__all__ = ["DECODE_ERRORS", "NO_ARGUMENTS", "Arguments", "Event", "Facts", "decode_events", "lenient_event"]
+__all__ = [
+    "DECODE_ERRORS",
+    "CollectiveArguments",
+    "DeviceArguments",
+    "Event",
+    "ExactEvent",
+    "Facts",
+    "HostArguments",
+    "MemoryArguments",
+    "arguments",
+    "decode_events",
+    "lenient_event",
+]
 
 #: Everything that msgspec raises on input that a stranger wrote.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
 
 _NOTHING = msgspec.Raw(b"")
 
-_NAMES = {
-    "external_id": "External id",
-    "old_external_id": "external id",
-    "dimensions": "Input Dims",
-    "old_dimensions": "Input dims",
-    "types": "Input type",
-    "call_stack": "Call stack",
-    "hierarchy": "Module Hierarchy",
-    "address": "Addr",
-    "size": "Bytes",
-    "device_id": "Device Id",
-    "device_type": "Device Type",
-    "allocated": "Total Allocated",
-    "reserved": "Total Reserved",
-    "collective": "Collective name",
-    "in_elements": "In msg nelems",
-    "out_elements": "Out msg nelems",
-    "group_size": "Group size",
-    "group": "Process Group Name",
-    "old_group": "Process Group ID",
-    "group_description": "Process Group Description",
-    "group_ranks": "Process Group Ranks",
-    "rank_start": "Global rank start",
-    "rank_stride": "Global rank stride",
-    "sequence": "Seq",
-    "source_rank": "Src Rank",
-    "destination_rank": "Dst Rank",
-}
 
-
-class Arguments(msgspec.Struct, gc=False, rename=_NAMES):
-    """``args`` of an event; whatever a writer put there, so every field is ``Any`` or raw."""
+class DeviceArguments(msgspec.Struct, gc=False, rename={"collective": "Collective name"}):
+    """``args`` of device work; whatever a writer put there, so every field is ``Any`` or raw."""
 
     correlation: Any = None
     stream: Any = None
     device: Any = None
     bytes: Any = None
-    external_id: Any = None
-    old_external_id: Any = None
+    collective: Any = None
+
+
+class HostArguments(
+    msgspec.Struct,
+    gc=False,
+    rename={
+        "dimensions": "Input Dims",
+        "old_dimensions": "Input dims",
+        "call_stack": "Call stack",
+        "hierarchy": "Module Hierarchy",
+    },
+):
+    """``args`` of operators, annotations and runtime calls."""
+
+    correlation: Any = None
     dimensions: msgspec.Raw = _NOTHING
     old_dimensions: msgspec.Raw = _NOTHING
-    types: msgspec.Raw = _NOTHING
     call_stack: msgspec.Raw = _NOTHING
     hierarchy: msgspec.Raw = _NOTHING
+
+
+class MemoryArguments(
+    msgspec.Struct,
+    gc=False,
+    rename={
+        "address": "Addr",
+        "bytes": "Bytes",
+        "device": "Device Id",
+        "device_type": "Device Type",
+        "allocated": "Total Allocated",
+        "reserved": "Total Reserved",
+    },
+):
+    """``args`` of ``[memory]`` events."""
+
     address: Any = None
-    size: Any = None
-    device_id: Any = None
+    bytes: Any = None
+    device: Any = None
     device_type: Any = None
     allocated: Any = None
     reserved: Any = None
+
+
+class CollectiveArguments(
+    msgspec.Struct,
+    gc=False,
+    rename={
+        "external_id": "External id",
+        "old_external_id": "external id",
+        "types": "Input type",
+        "collective": "Collective name",
+        "in_elements": "In msg nelems",
+        "out_elements": "Out msg nelems",
+        "group_size": "Group size",
+        "group": "Process Group Name",
+        "old_group": "Process Group ID",
+        "group_description": "Process Group Description",
+        "group_ranks": "Process Group Ranks",
+        "rank_start": "Global rank start",
+        "rank_stride": "Global rank stride",
+        "sequence": "Seq",
+        "source_rank": "Src Rank",
+        "destination_rank": "Dst Rank",
+    },
+):
+    """``args`` of communication kernels, ``record_param_comms`` and annotations, decoded for those few alone."""
+
+    external_id: Any = None
+    old_external_id: Any = None
+    types: msgspec.Raw = _NOTHING
     collective: Any = None
     dtype: Any = None
     in_elements: Any = None
@@ -83,26 +125,49 @@ class Arguments(msgspec.Struct, gc=False, rename=_NAMES):
     destination_rank: Any = None
 
 
-NO_ARGUMENTS = Arguments()
+_Arguments = TypeVar("_Arguments", DeviceArguments, HostArguments, MemoryArguments, CollectiveArguments)
 
 
 class Event(msgspec.Struct, gc=False):
-    """One element of ``traceEvents``; ``ts`` and ``dur`` are the raw JSON numbers."""
+    """One element of ``traceEvents``; ``ts`` and ``dur`` are decoded numbers, ``args`` raw JSON."""
 
     ph: Any = None
     cat: Any = None
     name: Any = None
     pid: Any = None
     tid: Any = None
+    ts: Any = None
+    dur: Any = None
+    args: msgspec.Raw = _NOTHING
+
+
+class ExactEvent(Event, gc=False):
+    """An event whose ``ts`` and ``dur`` are the raw JSON numbers, for where a double is not enough."""
+
     ts: msgspec.Raw = _NOTHING
     dur: msgspec.Raw = _NOTHING
-    args: Arguments | None = None
+
+
+def arguments(events: Sequence[Event], kind: type[_Arguments]) -> list[_Arguments]:
+    """``args`` of events, in one go; of an event whose ``args`` make no sense, none."""
+    texts = [event.args or b"{}" for event in events]
+    try:
+        return _decoders[kind].decode(b"[" + b",".join(texts) + b"]")  # type: ignore[no-any-return]
+    except DECODE_ERRORS:
+        return [_arguments_of_one(text, kind) for text in texts]
+
+
+def _arguments_of_one(text: msgspec.Raw | bytes, kind: type[_Arguments]) -> _Arguments:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except DECODE_ERRORS:
+        return kind()
 
 
 class Facts(msgspec.Struct, gc=False):
     """What a trace says about itself, before or after its events."""
 
-    traceEvents: list[Event] | None = None  # noqa: N815 the format's own name
+    traceEvents: list[ExactEvent] | None = None  # noqa: N815 the format's own name
     schemaVersion: Any = None  # noqa: N815
     distributedInfo: Any = None  # noqa: N815
     deviceProperties: Any = None  # noqa: N815
@@ -118,12 +183,17 @@ class Facts(msgspec.Struct, gc=False):
     hip_runtime_version: Any = None
 
 
-_decoder = msgspec.json.Decoder(list[Event])
+_decoders: dict[Any, Any] = {
+    kind: msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+    for kind in (DeviceArguments, HostArguments, MemoryArguments, CollectiveArguments)
+}
+_quick = msgspec.json.Decoder(list[Event])
+_exact = msgspec.json.Decoder(list[ExactEvent])
 
 
-def decode_events(text: bytes) -> list[Event]:
+def decode_events(text: bytes, exact: bool = True) -> Sequence[Event]:
     """Events of a JSON array. Raises one of :data:`DECODE_ERRORS`."""
-    return _decoder.decode(text)
+    return _exact.decode(text) if exact else _quick.decode(text)
 
 
 def lenient_event(text: bytes) -> Event | None:
@@ -132,10 +202,6 @@ def lenient_event(text: bytes) -> Event | None:
     Raises one of :data:`DECODE_ERRORS` where the text is no JSON at all.
     """
     value = msgspec.json.decode(text)
-    if not isinstance(value, dict):
-        return None
-    arguments = value.get("args")
-    kept = dict(value)
-    if not isinstance(arguments, dict):
-        kept["args"] = None
-    return msgspec.json.decode(msgspec.json.encode(kept), type=Event)
+    return (
+        msgspec.json.decode(msgspec.json.encode(value), type=ExactEvent) if isinstance(value, dict) else None
+    )

@@ -8,6 +8,7 @@ commas too many. Everything is tried on text that failed to decode, never on tex
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ._kineto_events import DECODE_ERRORS, Event, decode_events, lenient_event
@@ -80,7 +81,7 @@ def mend(text: bytes, final: bool = True) -> Mended:
 
 def _mend_from(
     text: bytes, start: int, bounds: list[tuple[int, int]], index: int
-) -> tuple[list[Event], int, int]:
+) -> tuple[Sequence[Event], int, int]:
     """What begins at ``start``, how many of it were changed, and the boundary where it ends.
 
     The nearest boundary may lie in an array of objects inside the event; then one further on is the end.
@@ -109,7 +110,7 @@ def _sound_within(piece: bytes) -> list[Event]:
     return events
 
 
-def _mend_piece(piece: bytes) -> tuple[list[Event], int]:
+def _mend_piece(piece: bytes) -> tuple[Sequence[Event], int]:
     """What a piece holds, one event as a rule, and how many of them had to be changed."""
     attempt = piece.strip(b" \t\r\n,")
     repairs = (None, _lightly, _quoted) if len(attempt) < _LARGEST_EVENT_BYTES else (None,)
@@ -126,7 +127,7 @@ def _mend_piece(piece: bytes) -> tuple[list[Event], int]:
     return [], 0
 
 
-def _decoded(text: bytes) -> list[Event] | None:
+def _decoded(text: bytes) -> Sequence[Event] | None:
     try:
         return decode_events(b"[" + text + b"]")
     except DECODE_ERRORS:

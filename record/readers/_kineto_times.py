@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..model import MISSING
 
-__all__ = ["nanoseconds", "nanoseconds_of", "whole"]
+__all__ = ["nanoseconds", "nanoseconds_of", "nanoseconds_of_numbers", "whole"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -98,6 +98,32 @@ def _from_digits(columns: npt.NDArray[np.uint8]) -> tuple[Integers, npt.NDArray[
     value *= scale
     value += (tie > 5) | ((tie == 5) & (sticky | (value % 2 == 1)))
     return np.where(negative, -value, value), plain
+
+
+def nanoseconds_of_numbers(values: Sequence[Any]) -> Integers | None:
+    """Nanoseconds of decoded JSON numbers of microseconds, or ``None`` where doubles may not be exact.
+
+    A double below 2**43 us (101 days, and Kineto's times are relative to a base of this year) has room for
+    three decimals, one number of them to a double; whole numbers fit below 2**53. Anything else (absolute
+    times with decimals, more than three decimals, text, nothing) must be read as text.
+    """
+    try:
+        column = np.array(values)
+    except (ValueError, OverflowError):  # lists among the numbers
+        return None
+    if column.dtype == np.int64 and column.ndim == 1:
+        in_range = bool(np.abs(column).max() <= _LARGEST_MICROSECONDS)
+        return np.asarray(column * 1000, dtype=np.int64) if in_range else None
+    if column.dtype != np.float64 or column.ndim != 1:
+        return None
+    size = np.abs(column)
+    below = np.floor(column)
+    fraction = (column - below) * 1000
+    nearest = np.rint(fraction)
+    three_decimals = (size < 2**43) & (np.abs(fraction - nearest) <= np.spacing(size) * 500.5 + 1e-9)
+    if not (three_decimals | ((fraction == 0) & (size < 2**52))).all():
+        return None
+    return np.asarray(below.astype(np.int64) * 1000 + nearest.astype(np.int64), dtype=np.int64)
 
 
 def whole(values: Sequence[Any]) -> Integers:

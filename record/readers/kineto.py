@@ -75,8 +75,9 @@ def _read(file: IO[bytes], where: str, rank: int | None) -> Rank:
     strings = Strings()
     columns = Columns(strings)
     stream = TraceStream(blocks(file, findings), findings, where)
-    for events in stream:
-        columns.add(events)
+    for chunk in stream:
+        if not columns.add(chunk):
+            stream.exact = True
     _refuse_strangers(columns, findings, where)
     facts = stream.facts
     distributed = facts.distributedInfo if isinstance(facts.distributedInfo, dict) else {}

@@ -182,10 +182,19 @@ def test_kinds_of_host_spans(read: Any) -> None:
             call("hipMemcpyWithStream", 1, 1, 4),
         )
     )
-    assert list(kinds(rank.host).values()) == [
-        "operator", "annotation", "loader", "loader", "python", "loader", "collector",
-        "runtime", "sync", "sync", "sync",
-    ]  # fmt: skip
+    assert kinds(rank.host) == {
+        "aten::mm": "operator",
+        "forward": "annotation",
+        "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__": "loader",
+        "[pl][profile][_TrainingEpochLoop].train_dataloader_next": "loader",
+        "train.py(3): main": "python",
+        "torch/utils/data/dataloader.py(628): __next__": "loader",
+        "Python GC": "collector",
+        "cudaLaunchKernel": "runtime",
+        "cudaDeviceSynchronize": "sync",
+        "hipStreamSynchronize": "sync",
+        "hipMemcpyWithStream": "sync",
+    }
 
 
 def test_a_pageable_copy_that_ends_within_its_call_blocks(read: Any) -> None:
