@@ -89,8 +89,12 @@ def _span(low: float, high: float) -> str:
 
 
 def _verdict(outcome: Outcome) -> str:
-    change = outcome.on_top - 1
-    words = f"{percent(abs(change))} {'slower' if change > 0 else 'faster'}"
+    """What it did on top of the others; a change that the interval does not tell from none is called so."""
+    middle, low, high = outcome.on_top
+    if low <= 1 <= high:
+        words = "no clear change"
+    else:
+        words = f"{percent(abs(middle - 1))} {'slower' if middle > 1 else 'faster'}"
     return f"{'kept' if outcome.kept else 'left out'}: {words}"
 
 

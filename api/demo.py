@@ -63,13 +63,14 @@ class Measured:
 class Outcome:
     """One change: what was predicted of it, what it gained alone, and whether it stayed among the others.
 
-    ``on_top`` is the ratio of steps with it to steps without it, on top of those kept before.
+    ``on_top`` is the ratio of steps with it to steps without it, on top of those kept before, with the bootstrap
+    interval of its median.
     """
 
     candidate: Candidate
     alone: Measured
     kept: bool
-    on_top: float
+    on_top: tuple[float, float, float]
     on_top_of: tuple[str, ...]
 
 
@@ -307,10 +308,11 @@ def _outcomes(found: list[Candidate], tried: Mapping[str, Any]) -> tuple[Outcome
     outcomes = []
     for trial in tried["together"]:
         name = trial["change"]
-        ratios = sorted(a / b for a, b in zip(trial["with"], trial["without"], strict=True))
-        middle = (ratios[(len(ratios) - 1) // 2] + ratios[len(ratios) // 2]) / 2
+        ratios = [a / b for a, b in zip(trial["with"], trial["without"], strict=True)]
         alone = _measured(tried["alone"]["plain"], tried["alone"][name])
-        outcomes.append(Outcome(by_name[name], alone, trial["kept"], middle, tuple(trial["on_top_of"])))
+        outcomes.append(
+            Outcome(by_name[name], alone, trial["kept"], bootstrap_median(ratios), tuple(trial["on_top_of"]))
+        )
     return tuple(outcomes)
 
 
@@ -377,7 +379,7 @@ def _ledger(result: DemoResult) -> dict[str, Any]:
                 else None,
                 "measured_gain_s": asdict(outcome.alone),
                 "kept": outcome.kept,
-                "ratio_on_top": outcome.on_top,
+                "ratio_on_top": dict(zip(("median", "low", "high"), outcome.on_top, strict=True)),
                 "on_top_of": list(outcome.on_top_of),
             }
             for outcome in result.outcomes

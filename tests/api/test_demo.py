@@ -61,7 +61,9 @@ class TestDemo:
         for outcome in result.outcomes:
             assert outcome.alone.rounds >= 3
             assert outcome.alone.low_s <= outcome.alone.gain_s <= outcome.alone.high_s
-            assert outcome.kept == (outcome.on_top <= 1.005)
+            middle, low, high = outcome.on_top
+            assert outcome.kept == (middle <= 1.005)
+            assert low <= middle <= high
         kept = [outcome for outcome in result.outcomes if outcome.kept]
         expected = {key for outcome in kept for key in outcome.candidate.change}
         assert set(result.config.changes()) == expected
@@ -133,7 +135,7 @@ def test_predictions_together_shorten_what_is_left() -> None:
 
     step = SimpleNamespace(step_statistics=SimpleNamespace(median_ns=1_000_000_000))
     halves = Candidate("a", {}, Gain(0, 500_000_000, 10**9), "")
-    outcome = Outcome(halves, Measured(0.5, 0.4, 0.6, 5), True, 0.5, ())
+    outcome = Outcome(halves, Measured(0.5, 0.4, 0.6, 5), True, (0.5, 0.4, 0.6), ())
     left_out = replace(outcome, kept=False)
     assert _predicted_together((outcome, outcome, left_out), step) == pytest.approx(0.75)  # type: ignore[arg-type]
 
