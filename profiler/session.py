@@ -67,6 +67,10 @@ class Session:
         self.models = [model for model in models if isinstance(model, torch.nn.Module)]
         self.optimizers = list(optimizers)
         self.guard = Guard()
+        if len(self.models) < len(models):
+            self.guard.note(
+                "model-ignored", "warning", "a model that is no torch.nn.Module was given and is ignored"
+            )
         self.anchor = Anchor()
         self.progress = Progress()
         self.collectors = Collectors(self.guard, self._sample)
@@ -208,12 +212,20 @@ class Session:
         """The session that records: this one, or the one around it."""
         return self if self._outer is None else self._outer.target()
 
+    def warn_when_closed(self) -> None:
+        """Silence would look like success."""
+        if self._state in ("new", "closed") and os.getpid() == self._process:
+            when = "before its with block" if self._state == "new" else "after its with block"
+            logger.warning(
+                "steps of the profile of %s were asked for %s: they are not recorded", self.path, when
+            )
+
     def begin_part(self) -> None:
         """Open a part in this thread; starts the recording at the first."""
         if self._state == "open":
             self._state = "off"
             self._start()
-            self._state = "recording"
+            self._state = "off" if self.background is None else "recording"
         if self._state != "recording" or self.background is None or os.getpid() != self._process:
             return
         progress = self.progress

@@ -35,8 +35,27 @@ class Steps:
 
     def __iter__(self) -> Iterator[Any]:
         session = self._session.target()
+        session.warn_when_closed()
+        if session.watches_loaders:
+            yield from self._steps(session)
+        else:
+            # Steps are counted by a loop around this one, or beside it (zip): these batches are part of its steps.
+            yield from self._batches(session)
+
+    def _batches(self, session: Session) -> Iterator[Any]:
+        iterator = iter(self._loader)
+        while True:
+            session.marker.enter(DATA)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                session.marker.leave()
+            yield batch
+
+    def _steps(self, session: Session) -> Iterator[Any]:
         run = session.guard.run
-        watched = session.watches_loaders
         session.watches_loaders = False
         if session.loader is None:
             session.loader = self._loader
@@ -64,7 +83,7 @@ class Steps:
                 session.marker.enter(DATA)
         finally:
             # The loader has ended, or the loop was left by break or by an exception.
-            session.watches_loaders = watched
+            session.watches_loaders = True
             if worked and session.has_worked():
                 run("steps", session.end_part, True)
             run("steps", session.close_step)

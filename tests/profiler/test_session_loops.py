@@ -274,6 +274,36 @@ def test_nested_sessions_record_in_the_outer(tmp_path: Path, caplog: pytest.LogC
     assert len(steps_of(tmp_path / "after")) == 6
 
 
+def test_loops_inside_and_beside_are_part_of_the_step(tmp_path: Path) -> None:
+    training, other = Training(), Training()
+    with training.profile(tmp_path / "inside") as prof:
+        for ids in prof.steps(training.loader):
+            training.step(ids)
+            with torch.no_grad():
+                for more in prof.steps(other.loader):
+                    training.model(more)
+    with training.profile(tmp_path / "beside") as prof:
+        for ids, _ in zip(prof.steps(training.loader), prof.steps(other.loader), strict=True):
+            training.step(ids)
+    for name in ("inside", "beside"):
+        assert steps_of(tmp_path / name)["index"].tolist() == list(range(6))
+
+
+def test_steps_without_the_with_block_are_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(batches=2)
+    prof = training.profile(tmp_path / "run")
+    assert len([training.step(ids) for ids in prof.steps(training.loader)]) == 2
+    assert "before its with block" in caplog.text
+    with prof:
+        for ids in prof.steps(training.loader):
+            training.step(ids)
+    assert len([training.step(ids) for ids in prof.steps(training.loader)]) == 2
+    assert "after its with block" in caplog.text
+    assert len(steps_of(tmp_path / "run")) == 2
+
+
 def test_no_model_and_no_optimizer(tmp_path: Path) -> None:
     training = Training()
     with trine.profile(tmp_path / "run", windows=None, flops=False) as prof:
