@@ -34,6 +34,23 @@ _PAGES = {
     "recommendations": recommendations.body,
 }
 
+_INDEX = """<!DOCTYPE html>
+<html lang="en">
+  <head>
+    {%metas%}
+    <meta name="viewport" content="width=device-width, initial-scale=1">
+    <title>{%title%}</title>
+    <link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
+    {%css%}
+  </head>
+  <body>
+    {%app_entry%}
+    <noscript>The dashboard needs JavaScript; trine analyze prints the same answers in a terminal.</noscript>
+    <footer>{%config%}{%scripts%}{%renderer%}</footer>
+  </body>
+</html>
+"""
+
 #: How often a page asks whether something changed, in ms: while waiting, while the run lives, else.
 _WAITING_MS, _LIVING_MS, _RESTING_MS = 700, 2000, 10_000
 
@@ -52,6 +69,7 @@ def create(service: Service, hosts: frozenset[str] | None = None) -> Dash:
         serve_locally=True,
         suppress_callback_exceptions=True,
         title="Trine",
+        index_string=_INDEX,
         update_title="",
         eager_loading=False,
     )

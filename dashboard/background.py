@@ -89,14 +89,14 @@ class Background:
         """The result of ``function(*arguments)``, computed when unknown or when the fingerprint changed.
 
         ``function`` and its arguments must be picklable. Lower ``priority`` runs first. ``wait_s`` waits
-        that long for a first result.
+        that long for a task that is in line; then what there is, is given.
         """
         with self._changed:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
             self._want(key, entry, fingerprint, function, arguments, priority)
-            if wait_s and entry.state == "pending":
-                self._changed.wait_for(lambda: entry.state != "pending" or self._closed, wait_s)
+            if wait_s:
+                self._changed.wait_for(lambda: entry.wanted is None or self._closed, wait_s)
             return self._outcome(entry, fingerprint)
 
     def peek(self, key: Hashable) -> Outcome | None:

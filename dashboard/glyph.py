@@ -19,8 +19,8 @@ Point = tuple[float, float]
 
 # Corners in a box of 100 × 92: the corner of a side is where that side is everything.
 _COMPUTATION: Point = (50.0, 8.0)
-_COMMUNICATION: Point = (94.0, 84.0)
-_MEMORY: Point = (6.0, 84.0)
+_COMMUNICATION: Point = (6.0, 84.0)
+_MEMORY: Point = (94.0, 84.0)
 
 
 def place(weights: Weights) -> Point:
@@ -77,17 +77,17 @@ def svg(
 ) -> str:
     """The glyph as an SVG document of view box 100 × 92; no weights draws the empty triangle."""
     colours = PALETTES[theme]
-    sides = (
-        (_MEMORY, _COMPUTATION, "computation"),
-        (_COMPUTATION, _COMMUNICATION, "communication"),
-        (_COMMUNICATION, _MEMORY, "memory"),
-    )
-    # A side has the colour of the corner that it runs towards, clockwise.
-    parts = [
-        f'<path d="M{a[0]} {a[1]}L{b[0]} {b[1]}" stroke="{colours[name]}" stroke-width="5" '
-        'stroke-linecap="round" fill="none"/>'
-        for a, b, name in sides
-    ]
+    corners = ((_COMPUTATION, "computation"), (_MEMORY, "memory"), (_COMMUNICATION, "communication"))
+    parts = []
+    for at, (corner, name) in enumerate(corners):
+        # From the middle of one edge over the corner to the middle of the other: the corner has its colour.
+        last, following = corners[at - 1][0], corners[(at + 1) % 3][0]
+        path = " L".join(
+            f"{x:.1f} {y:.1f}" for x, y in (_middle(last, corner), corner, _middle(corner, following))
+        )
+        parts.append(
+            f'<path d="M{path}" stroke="{colours[name]}" stroke-width="5.5" stroke-linejoin="round" fill="none"/>'
+        )
     if weights is not None:
         outline = convex_hull([place(point) for point in hull])
         if len(outline) >= 2:
@@ -104,6 +104,10 @@ def svg(
             f'stroke="{colours["surface"]}" stroke-width="2"/>'
         )
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 92">{"".join(parts)}</svg>'
+
+
+def _middle(a: Point, b: Point) -> Point:
+    return (a[0] + b[0]) / 2, (a[1] + b[1]) / 2
 
 
 def _arrow(start: Point, end: Point, colour: str) -> str:

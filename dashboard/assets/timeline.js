@@ -306,10 +306,8 @@
         if (root && spec) now = new Timeline(root, spec);
       },
       newer(token) {
-        // The first token is the one that is drawn.
-        if (!now) return "";
-        now.token = now.token || token;
-        return now.token === token ? "" : window.trine.reloadLink();
+        const version = Number((token || "").split(":")[1]);
+        return now && version > now.spec.version ? window.trine.reloadLink() : "";
       },
     },
   });

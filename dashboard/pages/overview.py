@@ -83,10 +83,12 @@ def _triangle_key(analysis: Analysis) -> list[Any]:
     if weights is None:
         return []
     names = ("computation", "communication", "memory")
-    return [
+    keys = [
         html.Span([swatch(name), f"{name} {units.percent(part)}"], className="key")
         for name, part in zip(names, weights, strict=True)
     ]
+    # Without this a run that mostly idles would seem to be bound by what little it does.
+    return [*keys, html.Span("of the time at work", className="key")]
 
 
 def _facts(analysis: Analysis, before: Analysis | None) -> Any:

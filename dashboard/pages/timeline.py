@@ -49,6 +49,7 @@ def body(view: View) -> list[Any]:
         "limit": LIMIT // max(1, len(ranks)),
         "begin": view.state.begin_ns,
         "end": view.state.end_ns,
+        "version": view.outcome.version,
     }
     buttons = [
         html.Button(sign, className="quiet-button", title=words, **data(timeline=action), **aria(label=words))

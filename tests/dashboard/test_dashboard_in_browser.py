@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from conftest import Site
+from dashboard_samples import Recorder
 
 pytestmark = pytest.mark.browser
 
@@ -241,6 +242,23 @@ def test_a_run_that_is_training_is_followed_and_never_resent(page: Any, site: Si
     until(page, lambda: int(page.inner_text(".fact:has-text('Steps') .fact-value")) >= 16)
     site.live.close()
     page.wait_for_selector("#run-state .pill.finished")
+
+
+def test_a_timeline_keeps_its_place_and_offers_newer_data(page: Any, site: Site) -> None:
+    recorder = Recorder(site.root / "live-timeline")
+    recorder.steps(4)
+    page.goto(site("timeline", "live-timeline"))
+    settle(page)
+    drawn(page)
+    page.click("[data-timeline='zoom-in']")
+    shown = view(page)
+    page.wait_for_timeout(1200)
+    recorder.steps(6)
+    page.wait_for_selector("#timeline-newer a")
+    assert view(page) == shown
+    page.click("#timeline-newer a")
+    page.wait_for_function("window.trine?.timeline.current?.ranks.get(0)?.lanes[0].count === 10")
+    recorder.close()
 
 
 def test_looks_change_with_a_button_and_stay(page: Any, site: Site) -> None:

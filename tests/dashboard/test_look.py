@@ -20,7 +20,7 @@ points = st.lists(st.tuples(st.integers(0, 30).map(float), st.integers(0, 30).ma
 
 
 def test_corners_are_where_a_side_is_everything() -> None:
-    assert place((1, 0, 0)) == (50, 8) and place((0, 1, 0)) == (94, 84) and place((0, 0, 1)) == (6, 84)
+    assert place((1, 0, 0)) == (50, 8) and place((0, 1, 0)) == (6, 84) and place((0, 0, 1)) == (94, 84)
     assert place((0, 0, 0)) == place((1, 1, 1))
 
 
