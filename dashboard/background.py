@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import signal
 import threading
 import time
 from collections import OrderedDict
@@ -226,8 +227,13 @@ def _end_with(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)  # itself, and the pool that an analysis may have started
         os._exit(0)
 
+    if hasattr(os, "setsid"):
+        # A group of its own: Ctrl-C in the terminal is for the server, which then ends this in order.
+        os.setsid()
     threading.Thread(target=watch, name="trine-dashboard-parent", daemon=True).start()
 
 
@@ -235,4 +241,7 @@ def _stop(executor: Executor) -> None:
     processes = list((getattr(executor, "_processes", None) or {}).values())
     executor.shutdown(wait=False, cancel_futures=True)
     for process in processes:
-        process.terminate()
+        try:
+            os.killpg(process.pid, signal.SIGTERM)
+        except (AttributeError, ProcessLookupError, PermissionError):
+            process.terminate()  # no groups here, or it has none of its own yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -205,21 +206,54 @@ def test_importing_the_command_does_not_import_dash() -> None:
     assert found.stdout.split() == ["False", "False"]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_and_ends_in_order(tmp_path: Path, how: signal.Signals) -> None:
     write_record(tmp_path / "a", 3)
     command = [sys.executable, "-m", "trine", "dashboard", str(tmp_path), "--no-browser", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as started:
         assert started.stdout is not None
         line = started.stdout.readline()
         try:
             assert line.startswith("Trine shows 1 run at http://127.0.0.1:"), line
-            address = line.split()[5]
-            with urllib.request.urlopen(
-                address + "data/timeline?run=" + tmp_path.name + "/a&rank=0", timeout=60
-            ) as answer:
-                assert answer.status in (200, 202)
+            address = line.split()[5] + f"data/timeline?run={tmp_path.name}/a&rank=0"
+            answers = (urllib.request.urlopen(address, timeout=60).status for _ in range(20))
+            assert 200 in answers  # it was read, so the worker process is there
+            workers = children(started.pid)
+            assert workers
         finally:
-            started.send_signal(how)
+            os.killpg(started.pid, how)  # as a terminal does: to all of the group
         said = started.communicate(timeout=60)[1]
     assert started.returncode == 0 and said == ""
+    for _ in range(100):
+        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("a worker process outlived the server")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
+def test_a_killed_server_leaves_no_process_behind(tmp_path: Path) -> None:
+    write_record(tmp_path / "a", 3)
+    command = [sys.executable, "-m", "trine", "dashboard", str(tmp_path), "--no-browser", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
+        assert started.stdout is not None
+        address = started.stdout.readline().split()[5] + f"data/timeline?run={tmp_path.name}/a&rank=0"
+        assert 200 in (urllib.request.urlopen(address, timeout=60).status for _ in range(20))
+        workers = children(started.pid)
+        started.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, "a worker process outlived the server"
+        time.sleep(0.1)
+
+
+def children(process: int) -> list[int]:
+    """Process numbers of the children of all threads of a process."""
+    found: list[int] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        found += [int(word) for word in path.read_text().split()]
+    return found
