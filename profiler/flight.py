@@ -112,11 +112,11 @@ class FlightReader:
         if not self.available:
             return None
         try:
-            from torch._C._distributed_c10d import _dump_fr_trace_json
+            from torch._C import _distributed_c10d
 
-            text = _dump_fr_trace_json(entries, False)
+            text = _distributed_c10d._dump_fr_trace_json(entries, False)  # type: ignore[attr-defined]
             return msgspec.json.decode(text, type=_Dump, strict=False)
-        except (ImportError, TypeError, RuntimeError, msgspec.MsgspecError):
+        except (ImportError, AttributeError, TypeError, RuntimeError, msgspec.MsgspecError):
             self.available = False
             return None
 

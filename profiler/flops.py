@@ -146,11 +146,11 @@ def _counting_mode() -> Any:
     formulas.update(_attention_formulas(torch.ops.aten, flop_registry))
     plain_types = (torch.Tensor, torch.nn.Parameter)
 
-    class Counting(TorchDispatchMode):  # type: ignore[misc]
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs every operator as it is and adds its FLOPs up."""
 
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.model = 0
             self.recomputed = 0
             self.unknown: set[str] = set()

@@ -338,7 +338,7 @@ class ObserverSource:
             "left out from there on",
         )
 
-    def _columns(self, rows: _Rows) -> dict[str, Sequence[Any]]:
+    def _columns(self, rows: _Rows) -> dict[str, Any]:
         raw = rows.raw
         worker = raw["worker"] == 1
         waits = np.array([operation in ("send", "recv") for operation in rows.operation])

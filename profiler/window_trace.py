@@ -29,8 +29,9 @@ class OtherProfilers:
     """
 
     def __init__(self, make_way: Callable[[], None]) -> None:
-        from torch.autograd.profiler import profile
+        from torch.autograd import profiler as torch_profiler
 
+        profile: Any = torch_profiler.profile
         self._class: Any = profile
         self._make_way = make_way
         self._others: set[int] = set()
@@ -56,7 +57,7 @@ class OtherProfilers:
         """Whether somebody else's profiler is prepared or running."""
         import torch
 
-        return bool(self._others) or bool(torch.autograd._profiler_enabled())
+        return bool(self._others) or bool(torch._C._autograd._profiler_enabled())
 
     def close(self) -> None:
         """Stop watching, unless somebody has wrapped the class after us."""
@@ -97,15 +98,17 @@ class WindowTrace:
 
     def __init__(self, others: OtherProfilers, stacks: bool, memory: bool) -> None:
         """Start the profiler. Raises ``RuntimeError`` where PyTorch cannot."""
-        from torch.profiler import profile, supported_activities
+        import torch.profiler as torch_profiler
+
+        activities: Any = torch_profiler.supported_activities
 
         quiet = "KINETO_LOG_LEVEL" not in os.environ
         if quiet:  # else Kineto writes lines to the user's standard error
             os.environ["KINETO_LOG_LEVEL"] = "99"
         others.ours_starts = True
         try:
-            self._profiler = profile(
-                activities=supported_activities(),
+            self._profiler = torch_profiler.profile(
+                activities=activities(),
                 record_shapes=True,
                 profile_memory=memory,
                 with_stack=stacks,

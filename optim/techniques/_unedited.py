@@ -164,9 +164,9 @@ def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
             technique.apply(assembly)
         if config.precision.dtype is not None:
             autocast.check(config, facts)
-        wanted = config.precision.dtype, config.compute.attention == "flash"
-        if wanted != (None, False):
-            around = _AroundForward(facts.device_type, *wanted)
+        dtype, flash = config.precision.dtype, config.compute.attention == "flash"
+        if dtype is not None or flash:
+            around = _AroundForward(facts.device_type, dtype, flash)
             model.register_forward_pre_hook(around.before)
             model.register_forward_hook(around.after, always_call=True)
     for optimizer in optimizers:
