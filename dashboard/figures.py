@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trine.dashboard import units
 from trine.dashboard.theme import PALETTES, Theme, figure_layout, ink, mix
 
@@ -17,6 +19,7 @@ __all__ = [
     "breakdown",
     "caused_wait",
     "escape",
+    "loss",
     "phase_markers",
     "phases",
     "shown_ranks",
@@ -238,6 +241,37 @@ def step_times(analysis: Analysis, ranks: Sequence[RankResult], theme: Theme) ->
         showlegend=len(tables) > 1,
         xaxis={"title": {"text": "step"}, "showgrid": False},
         yaxis={"title": {"text": f"step time, {unit}"}, "rangemode": "tozero"},
+    )
+    return {"data": data, "layout": layout}
+
+
+def loss(ranks: Sequence[RankResult], theme: Theme) -> Figure | None:
+    """Loss over steps, a line a rank (up to eight); None where no loss was given."""
+    data: list[dict[str, Any]] = []
+    for rank in ranks[:8]:
+        steps = rank.summary.steps
+        if steps is None:
+            continue
+        known = np.flatnonzero(np.isfinite(steps["loss"]))
+        if len(known) < 2:
+            continue
+        thin = known[:: max(1, len(known) // 2000)]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"rank {rank.rank}",
+                "x": steps["index"][thin].tolist(),
+                "y": steps["loss"][thin].tolist(),
+                "line": {"width": 1.3, "color": PALETTES[theme]["text"]},
+                "opacity": 0.9 - 0.08 * len(data),
+                "hovertemplate": f"rank {rank.rank}, step %{{x}}: %{{y:.5~g}}<extra></extra>",
+            }
+        )
+    if not data:
+        return None
+    layout = figure_layout(
+        theme, height=220, showlegend=len(data) > 1, xaxis={"title": {"text": "step"}, "showgrid": False}
     )
     return {"data": data, "layout": layout}
 

@@ -55,11 +55,13 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Rows after a cursor, and the cursor to ask with next time."""
+    """Rows after a cursor, and the cursor to ask with next time. ``attempt`` names the start of the run that
+    they are of: when it changes, what was drawn is of another."""
 
     steps: tuple[StepRow, ...]
     memory: tuple[MemoryRow, ...]
     cursor: int
+    attempt: str = ""
 
 
 @dataclass(slots=True)
@@ -139,6 +141,7 @@ class Feed:
         self._steps: deque[StepRow] = deque(maxlen=_MOST_ROWS)
         self._memory: deque[MemoryRow] = deque(maxlen=_MOST_ROWS)
         self._number = 0
+        self._home: Path | None = None
 
     def since(self, cursor: int) -> Update:
         """Rows whose number is above ``cursor`` (0 for all that are kept), reading what was appended."""
@@ -148,10 +151,16 @@ class Feed:
                 tuple(row for row in _after(self._steps, cursor)),
                 tuple(row for row in _after(self._memory, cursor)),
                 self._number,
+                self._home.name if self._home is not None else "",
             )
 
     def _advance(self) -> None:
-        for folder in _rank_folders(self._path):
+        home = _newest_attempt(self._path)
+        if home != self._home:
+            self._home = home
+            for rows in (self._steps, self._memory, self._tails, self._metric):
+                rows.clear()
+        for folder in _rank_folders(home):
             tail = self._tails.get(folder)
             if tail is None:
                 tail = self._tails[folder] = _Tail(int(folder.name.removeprefix("rank-")), folder)
@@ -213,9 +222,13 @@ def _after(rows: deque[Any], cursor: int) -> list[Any]:
     return found[::-1]
 
 
-def _rank_folders(path: Path) -> list[Path]:
-    """Rank folders of the newest attempt."""
+def _newest_attempt(path: Path) -> Path:
+    """The folder of the run's newest start."""
     attempts = sorted(path.glob("attempt-*"))
-    home = attempts[-1] if attempts else path
+    return attempts[-1] if attempts else path
+
+
+def _rank_folders(home: Path) -> list[Path]:
+    """Rank folders of an attempt, the lowest ranks."""
     folders = [f for f in sorted(home.glob("rank-*")) if f.name.removeprefix("rank-").isdigit()]
     return folders[:MOST_RANKS]

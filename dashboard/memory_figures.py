@@ -37,7 +37,7 @@ def memory_over_time(ranks: Sequence[RankResult], theme: Theme) -> Figure | None
         fade = 1.0 if len(known) == 1 else 0.95 - 0.6 * position / len(known)
         data.append(
             _stairs(
-                f"rank {rank} allocated",
+                f"rank {rank} {'allocated' if memory.kind == 'device' else 'in use'}",
                 times,
                 [a / size for _, a, _ in memory.series],
                 colours["memory"],

@@ -143,7 +143,7 @@ def _collectives(analysis: Analysis, theme: Any) -> Any:
         {"field": "calls", "headerName": "Calls", "number": True, "minWidth": 80},
         {"field": "bytes", "headerName": "Bytes a call", "number": True, "minWidth": 120},
         {"field": "transfer", "headerName": "Transfer", "number": True, "sort": "desc", "minWidth": 115},
-        {"field": "wait", "headerName": "Wait, all ranks", "number": True, "minWidth": 135},
+        {"field": "wait", "headerName": "Wait of all", "number": True, "minWidth": 120},
         {"field": "algbw", "headerName": "algbw", "number": True, "minWidth": 95},
         {"field": "busbw", "headerName": "busbw", "number": True, "minWidth": 95},
         {"field": "cause", "headerName": "Waited for", "minWidth": 150, "tooltipField": "cause"},

@@ -27,8 +27,7 @@ Figure = dict[str, Any]
 
 def body(update: Update, theme: Theme) -> list[Any]:
     """The section and its clock. Nothing is drawn where no step has ended yet."""
-    memory = _ranks(update.memory)
-    store = {"cursor": update.cursor, "ranks": _ranks(update.steps), "memory": memory, "drawn": 0}
+    store = _store(update)
     pictures = []
     for name, title, figure in zip(GRAPHS, _TITLES, _figures(update, theme), strict=True):
         picture = graph(figure, f"{title} as it comes", name)
@@ -52,6 +51,17 @@ def body(update: Update, theme: Theme) -> list[Any]:
             id="live",
         ),
     ]
+
+
+def _store(update: Update) -> dict[str, Any]:
+    """What a page keeps of what it has drawn whole."""
+    return {
+        "cursor": update.cursor,
+        "attempt": update.attempt,
+        "ranks": _ranks(update.steps),
+        "memory": _ranks(update.memory),
+        "drawn": 0,
+    }
 
 
 def _key(theme: Theme) -> list[Any]:
@@ -184,18 +194,17 @@ def _date(time_ns: int) -> float:
 def drawing(feed: Feed, update: Update, cursor: dict[str, Any], theme: Theme, most_patched: int) -> list[Any]:
     """Figures (patches, or whole where ranks appeared or the lines grew too long), cell classes, summary, cursor."""
     ranks, memory = _ranks(update.steps), _ranks(update.memory)
-    new = not set(ranks) <= set(cursor["ranks"]) or not set(memory) <= set(cursor["memory"])
+    new = (
+        update.attempt != cursor["attempt"]
+        or not set(ranks) <= set(cursor["ranks"])
+        or not set(memory) <= set(cursor["memory"])
+    )
     drawn = cursor["drawn"] + len(update.steps) + len(update.memory)
     if new or drawn > most_patched:
         whole = feed.since(0)
         figures = _figures(whole, theme)
         shown = [any(trace["x"] for trace in figure["data"]) for figure in figures]
-        store = {
-            "cursor": whole.cursor,
-            "ranks": _ranks(whole.steps),
-            "memory": _ranks(whole.memory),
-            "drawn": 0,
-        }
+        store = _store(whole)
         cells = ["live-cell" if some else "live-cell hidden" for some in shown]
         return [*figures, *cells, summary(whole), store]
     traces = traces_of(update, cursor["ranks"], cursor["memory"])

@@ -32,6 +32,7 @@ def body(view: View) -> list[Any]:
         _breakdown(analysis, ranks, theme),
         _phases(ranks, theme),
         _steps(analysis, ranks, theme),
+        _loss(ranks, theme),
         html.Div([_mfu(analysis), _healthy(analysis)], className="columns"),
         _checklist(analysis),
         _quality(analysis),
@@ -130,7 +131,8 @@ def _mfu_words(analysis: Analysis) -> tuple[str, str]:
         return units.percent(mfu.value), f"convention: {mfu.convention}"
     low, high = min(mfu.range.values()), max(mfu.range.values())
     shown = units.percent(low) if low == high else f"{units.percent(low)} to {units.percent(high)}"
-    return shown, "over conventions: " + ", ".join(sorted(mfu.range))
+    names = sorted(mfu.range)
+    return shown, f"convention: {names[0]}" if len(names) == 1 else "over conventions: " + ", ".join(names)
 
 
 def _findings(view: View) -> Any:
@@ -241,6 +243,19 @@ def _steps(analysis: Analysis, ranks: tuple[RankResult, ...], theme: Any) -> Any
     picture = [graph(figure, "Step time over steps", "step-times")] if figure is not None else []
     note = "The band is the interval of the median." if figure is not None else None
     return section("Step times", [*picture, table(names, rows, range(1, min(5, len(names))))], note)
+
+
+def _loss(ranks: tuple[RankResult, ...], theme: Any) -> Any:
+    """Loss over steps, where the training loop gave one."""
+    drawn = figures.loss(ranks, theme)
+    if drawn is None:
+        return None
+    rows = []
+    for trace in drawn["data"]:
+        values = trace["y"]
+        rows.append([trace["name"], *(f"{value:.4g}" for value in (values[0], min(values), values[-1]))])
+    picture = graph(drawn, "Loss over steps", "loss")
+    return section("Loss", [picture, table(["", "First", "Lowest", "Last"], rows, (1, 2, 3))])
 
 
 def _statistics_row(name: str, own: Any) -> list[Any]:

@@ -102,6 +102,10 @@ def test_the_overview_sums_and_explains(page: Any, site: Site) -> None:
     assert max(sum(rank) for rank in zip(*bars, strict=True)) == pytest.approx(whole, rel=0.01)
     assert page.locator(".verdict .glyph img:visible").count() == 1
     assert page.get_by_role("heading", name="Data quality").count() == 1
+    page.goto(site("overview", "record"))
+    page.wait_for_selector("#loss .scatterlayer")
+    loss = page.evaluate("[...document.querySelector('#loss .js-plotly-plot').data[0].y]")
+    assert loss == pytest.approx([3.0 / (1 + step) for step in range(40)])
 
 
 def test_zooming_to_one_kernel(page: Any, site: Site) -> None:

@@ -83,7 +83,11 @@ def test_a_new_segment_and_a_new_attempt_are_followed(tmp_path: Path) -> None:
     again = Recorder(tmp_path / "run")
     assert again.writer.attempt == 2
     again.steps(1)
-    assert [row.index for row in feed.since(update.cursor).steps] == [0]
+    later = feed.since(update.cursor)
+    assert [row.index for row in later.steps] == [0] and later.attempt == "attempt-0002"
+    assert [row.index for row in feed.since(0).steps] == [0]  # what was drawn is of another start
+    drawn = live.drawing(feed, later, live._store(update), "light", 10_000)
+    assert drawn[0]["data"][0]["x"] == [0] and drawn[-1]["attempt"] == "attempt-0002"
 
 
 def test_feeds_are_shared_and_few(tmp_path: Path) -> None:
@@ -115,7 +119,7 @@ def test_a_new_rank_makes_the_figures_whole_again(tmp_path: Path) -> None:
     recorder.steps(3)
     feed = Feed(tmp_path / "run")
     first = feed.since(0)
-    store = {"cursor": first.cursor, "ranks": [0], "memory": [0], "drawn": 0}
+    store = {"cursor": first.cursor, "ranks": [0], "memory": [0], "attempt": "run", "drawn": 0}
     other = Recorder(tmp_path / "run", 1, 2)
     other.steps(2)
     drawn = live.drawing(feed, feed.since(first.cursor), store, "light", 10_000)
@@ -127,6 +131,6 @@ def test_figures_that_grew_long_start_over(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "run")
     recorder.steps(5)
     feed = Feed(tmp_path / "run")
-    store = {"cursor": 0, "ranks": [0], "memory": [0], "drawn": 0}
+    store = {"cursor": 0, "ranks": [0], "memory": [0], "attempt": "run", "drawn": 0}
     whole = live.drawing(feed, feed.since(0), store, "dark", most_patched=4)
     assert len(whole[0]["data"][0]["x"]) == 5 and whole[-1]["drawn"] == 0
