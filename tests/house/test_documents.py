@@ -62,9 +62,10 @@ def test_paths_in_code_type_exist(path: Path) -> None:
 
 
 def shell_lines(text: str) -> list[str]:
-    """Lines of code blocks, fenced or indented, that call trine. Placeholders with … are skipped."""
+    """Lines of code blocks, fenced or indented, that call trine, without what two spaces set apart from
+    them. Placeholders with … are skipped."""
     lines = re.findall(r"^(?: {4}|)((?:\.venv/bin/)?trine [a-z].*)$", text, re.MULTILINE)
-    return [line.split("  #")[0] for line in lines if "…" not in line and "|" not in line]
+    return [line.split("  ")[0] for line in lines if "…" not in line and "|" not in line]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
