@@ -2,8 +2,8 @@
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python faulty_training.py RECORD healthy|straggler|loader
 
-A fault is given as a share of this machine's own step, measured before it sets in, so that the same
-fault is injected on a fast and on a slow machine.
+A fault is given as a share of the steps just before, its own pauses taken off, so that the same fault is
+injected on a fast, a slow and a busy machine.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import trine
 
-STEPS = 32
-#: Steps by which the machine's own step time is known and the fault sets in.
-MEASURED = 8
+STEPS = 36
+#: Steps by which the machine's own step time is known and the fault sets in; as many give it from then on.
+MEASURED = 5
 BATCH = 256
 WIDTH = 512
 #: Of a healthy step.
@@ -31,20 +31,23 @@ LOADER_SHARE = 0.6
 
 
 class Pause:
-    """Sleeps for a share of the steps seen before."""
+    """Sleeps for a share of the steps just before."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.share = 0.0
-
-    def seconds(self) -> float:
-        if self.share == 0.0 or len(self.times) < MEASURED:
-            return 0.0
-        return self.share * statistics.median(self.times[2:MEASURED])
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.steps: list[float] = []
+        self.slept = 0.0
 
     def __call__(self) -> None:
-        if (seconds := self.seconds()) > 0:
+        if self.share and len(self.steps) >= MEASURED:
+            seconds = self.share * statistics.median(self.steps[-MEASURED:])
             time.sleep(seconds)
+            self.slept += seconds
+
+    def saw(self, seconds: float) -> None:
+        """A step took this long, pauses included."""
+        self.steps.append(max(seconds - self.slept, 0.0))
+        self.slept = 0.0
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -70,11 +73,8 @@ def main(record: str, fault: str) -> None:
     layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(6)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    in_loop, in_loader = Pause(), Pause()
-    if fault == "straggler" and dist.get_rank() == 1:
-        in_loop.share = STRAGGLER_SHARE
-    if fault == "loader":
-        in_loader.share = LOADER_SHARE
+    in_loop = Pause(STRAGGLER_SHARE if fault == "straggler" and dist.get_rank() == 1 else 0.0)
+    in_loader = Pause(LOADER_SHARE if fault == "loader" else 0.0)
     loader = DataLoader(Samples(in_loader), batch_size=BATCH, num_workers=0)
     with trine.profile(record, model=model, optimizer=optimizer) as profile:
         begun = time.perf_counter()
@@ -85,7 +85,7 @@ def main(record: str, fault: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             for pause in (in_loop, in_loader):
-                pause.times.append(time.perf_counter() - begun)
+                pause.saw(time.perf_counter() - begun)
             begun = time.perf_counter()
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ LATE_SHARE = 0.10
 CAUSED_SHARE = 0.25
 CAUSED_TIMES_EVEN = 1.5
 #: ... and is behind in at least this share of the steady steps (chance alone gives half, with two ranks).
-CONSISTENT = 0.75
+CONSISTENT = 0.65
 #: On CPUs ranks share cores with each other and with everything else, and take turns at being late.
 #: Where too few steps are marked to tell a turn from a habit, one rank must cause most of all waiting.
 CPU_CAUSED_SHARE = 0.70

@@ -145,8 +145,11 @@ class _Writer:
         lead = f"{card.kind_words.upper() if fault else card.kind_words} {card.severity}"
         self.line((lead, f"bold {COLOURS['fault' if fault else 'computation']}"), f"  {card.id}")
         self.wrapped(card.title, 2, "bold")
-        change = ", ".join(f"{key} = {value}" for key, value in card.change) or self.text["by_hand"]
-        self.wrapped(f"{change}  ({card.why})" if card.why else change, 9, first="  " + self.text["set"])
+        change = ", ".join(f"{key} = {value}" for key, value in card.change)
+        if change:
+            self.wrapped(f"{change}  ({card.why})", 9, first="  " + self.text["set"])
+        else:
+            self.wrapped(card.why or self.text["by_hand"], 9, first="  " + self.text["do"])
         self.wrapped(card.gain, 9, first="  " + self.text["gain"])
         if card.numerics:
             self.wrapped(self.text["numerics"].format(text=card.numerics), 9, "dim")
