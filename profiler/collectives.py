@@ -23,9 +23,10 @@ from trine.record.model import MISSING
 
 from .flight import FlightEntry, FlightReader
 from .groups import global_rank, process_groups
-from .observer import ObserverSource, standard_operation
+from .observer import ObserverSource
 from .observer_build import ensure_built, why_not_built
 from .protocols import CollectiveSource, Note
+from .spelling import standard_operation
 
 __all__ = ["NoSource", "PythonSource", "open_source"]
 

@@ -24,10 +24,12 @@ from trine.record.model import MISSING
 
 from .flight import FlightEntry, FlightReader
 from .groups import GlooThreads, process_groups
+from .inspector import InspectorJoin, InspectorTail
 from .point_to_point import PointToPointCalls
 from .protocols import Note
+from .spelling import dtype_of, standard_operation
 
-__all__ = ["ObserverSource", "dtype_of", "standard_operation"]
+__all__ = ["ObserverSource"]
 
 Array = npt.NDArray[Any]
 
@@ -54,55 +56,6 @@ _ROW = np.dtype(
         ("group", "S64"),
     ]
 )
-
-#: c10::ScalarType by code (c10/core/ScalarType.h; codes are stable, they are in saved models).
-_DTYPES: Mapping[int, tuple[str, int]] = {
-    0: ("uint8", 1),
-    1: ("int8", 1),
-    2: ("int16", 2),
-    3: ("int32", 4),
-    4: ("int64", 8),
-    5: ("float16", 2),
-    6: ("float32", 4),
-    7: ("float64", 8),
-    8: ("complex32", 4),
-    9: ("complex64", 8),
-    10: ("complex128", 16),
-    11: ("bool", 1),
-    15: ("bfloat16", 2),
-    23: ("float8_e5m2", 1),
-    24: ("float8_e4m3fn", 1),
-    25: ("float8_e5m2fnuz", 1),
-    26: ("float8_e4m3fnuz", 1),
-    27: ("uint16", 2),
-    28: ("uint32", 4),
-    29: ("uint64", 8),
-}
-
-
-def dtype_of(code: int) -> tuple[str | None, int | None]:
-    """Name and element size of a ``c10::ScalarType`` code."""
-    return _DTYPES.get(code, (None, None))
-
-
-def standard_operation(name: str) -> str:
-    """c10d's many spellings as the field's terms: ``_all_gather_base`` → ``all_gather``, ``allreduce`` → ``all_reduce``."""
-    plain = name.lower().strip("_").replace("-", "_").split(" ")[0]
-    for suffix in ("_coalesced", "_into_tensor", "_tensor", "_base", "_single", "_object"):
-        while plain.endswith(suffix):
-            plain = plain[: -len(suffix)]
-    joined = plain.replace("_", "")
-    known = {
-        "allreduce": "all_reduce",
-        "allgather": "all_gather",
-        "allgatherintotensor": "all_gather",
-        "reducescatter": "reduce_scatter",
-        "reducescattertensor": "reduce_scatter",
-        "alltoall": "all_to_all",
-        "monitoredbarrier": "barrier",
-        "recvanysource": "recv",
-    }
-    return known.get(joined, plain)
 
 
 class _Library:
@@ -182,6 +135,9 @@ class ObserverSource:
         self._offset_ns = 0
         self._dropped_before = 0
         self._trusted = True
+        self._stopped = False
+        tail = InspectorTail.of_environment()
+        self._inspector = None if tail is None else InspectorJoin(tail)
 
     def start(self) -> None:
         """Begin observing; what was issued before is not seen but counted where the flight recorder knows it."""
@@ -207,6 +163,7 @@ class ObserverSource:
         """Remove the callback. Rows of collectives that are still running appear in the last drain or not at all."""
         self._library.disable()
         self._calls.stop()
+        self._stopped = True
 
     def drain(self) -> Mapping[str, Sequence[Any]]:
         """Collectives that ended since the last call; see :class:`~trine.profiler.protocols.CollectiveSource`."""
@@ -220,13 +177,17 @@ class ObserverSource:
                 "sequence numbers after that are left out",
             )
             self._trusted = False
-        if not len(raw):
-            return {}
-        rows = self._describe(raw)
-        self._number(rows)
-        if self._flight.due():
-            self._check(rows)
-        return self._columns(rows)
+        columns: dict[str, Any] = {}
+        if len(raw):
+            rows = self._describe(raw)
+            self._number(rows)
+            if self._flight.due():
+                self._check(rows)
+            columns = self._columns(rows)
+        if self._inspector is None:
+            return columns
+        sizes = {group.id: len(group.ranks) for group in process_groups()}
+        return self._inspector.through(columns, sizes, last=self._stopped)
 
     # --- one drain, step by step ---
 

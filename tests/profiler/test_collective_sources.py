@@ -12,8 +12,9 @@ import pytest
 from rank_pool import RankPool
 
 from trine.profiler import observer
-from trine.profiler.observer import ObserverSource, standard_operation
+from trine.profiler.observer import ObserverSource
 from trine.profiler.observer_build import ensure_built
+from trine.profiler.spelling import standard_operation
 from trine.record.model import MISSING, SCHEMAS
 
 
