@@ -214,6 +214,7 @@ class RankResult:
 
     @property
     def rank(self) -> int:
+        """The global rank."""
         return self.summary.rank
 
 
