@@ -238,10 +238,11 @@ def _end_with(parent: int) -> None:
 
 
 def _stop(executor: Executor) -> None:
-    processes = list((getattr(executor, "_processes", None) or {}).values())
-    executor.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
+    """End the processes first; waiting for the executor is then short, and not waiting would race with the
+    interpreter's own end, which writes to a pipe that the executor may have closed."""
+    for process in list((getattr(executor, "_processes", None) or {}).values()):
         try:
             os.killpg(process.pid, signal.SIGTERM)
         except (AttributeError, ProcessLookupError, PermissionError):
             process.terminate()  # no groups here, or it has none of its own yet
+    executor.shutdown(wait=True, cancel_futures=True)
