@@ -98,7 +98,12 @@ def parse() -> argparse.Namespace:
         help="the trace to repeat (default: a real A100 trace if present, else a made one)",
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--events", type=int, default=200_000, help="events of each rank at least")
+    parser.add_argument(
+        "--events",
+        type=int,
+        default=700_000,
+        help="events of each rank at least; below, start-up weighs more than reading",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 

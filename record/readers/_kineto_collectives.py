@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,57 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels import operation_of
-from ..model import MISSING, Group, Strings, Table
+from ..model import MISSING, Strings, Table
 from ._kineto_events import DECODE_ERRORS, CollectiveArguments
+from ._kineto_terms import bytes_of, dtype_of, integer_of, operation_of_call, ranks_of, text_of
 
-__all__ = ["collectives_table", "groups_of"]
+__all__ = ["collectives_table"]
 
 Array = npt.NDArray[Any]
 
-#: torch's scalar type names, as c10 prints them in metadata ("Float") and in "Input type" ("c10::Half").
-_DTYPES = {
-    "float": ("float32", 4),
-    "half": ("float16", 2),
-    "bfloat16": ("bfloat16", 2),
-    "double": ("float64", 8),
-    "long": ("int64", 8),
-    "long int": ("int64", 8),
-    "int": ("int32", 4),
-    "short": ("int16", 2),
-    "short int": ("int16", 2),
-    "char": ("int8", 1),
-    "signed char": ("int8", 1),
-    "byte": ("uint8", 1),
-    "unsigned char": ("uint8", 1),
-    "bool": ("bool", 1),
-    "float8_e4m3fn": ("float8_e4m3fn", 1),
-    "float8_e5m2": ("float8_e5m2", 1),
-    "float8_e4m3fnuz": ("float8_e4m3fnuz", 1),
-    "float8_e5m2fnuz": ("float8_e5m2fnuz", 1),
-    "complexfloat": ("complex64", 8),
-    "complex<float>": ("complex64", 8),
-    "complexdouble": ("complex128", 16),
-    "complex<double>": ("complex128", 16),
-}
-
-#: What torch calls a collective in metadata, annotations and operators → the one name used here.
-_OPERATIONS = (
-    (re.compile(r"all_?reduce"), "all_reduce"),
-    (re.compile(r"reduce_?scatter"), "reduce_scatter"),
-    (re.compile(r"all_?gather"), "all_gather"),
-    (re.compile(r"all_?to_?all"), "all_to_all"),
-    (re.compile(r"broadcast"), "broadcast"),
-    (re.compile(r"barrier"), "barrier"),
-    (re.compile(r"reduce"), "reduce"),
-    (re.compile(r"gather"), "gather"),
-    (re.compile(r"scatter"), "scatter"),
-    (re.compile(r"recv"), "recv"),
-    (re.compile(r"send"), "send"),
-)
 _ANNOTATION = re.compile(r"^(?:nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl):_?(\w+)")
 _PEER = re.compile(r"(?:->|<-)\s*(\d+)|(?:send|recv) .*?(?:rank )?(\d+)\s*$")
 _OPERATOR = re.compile(r"^c10d::_?(\w+)|^(?:_c10d_functional|c10d_functional)::_?(\w+)")
-_NOT_COLLECTIVES = ("init", "wait", "start_coalescing", "end_coalescing", "wait_tensor", "monitored")
 
 
 @dataclass(slots=True)
@@ -90,98 +50,38 @@ class _Call:
     groups: list[tuple[str, str | None, tuple[int, ...]]] = field(default_factory=list)
 
 
-def operation_of_call(name: str) -> str | None:
-    """``all_reduce`` of ``allreduce_coalesced``, ``_allgather_base``, ``all_to_allv`` and the like."""
-    name = name.lower()
-    if name.lstrip("_").startswith(_NOT_COLLECTIVES):
-        return None
-    for pattern, operation in _OPERATIONS:
-        if pattern.search(name):
-            return operation
-    return name.strip("_") or None
-
-
-def dtype_of(name: str) -> tuple[str | None, int]:
-    """torch's name of a scalar type and its size in bytes; ``(None, 0)`` when unknown."""
-    return _DTYPES.get(name.lower().removeprefix("c10::"), (None, 0))
-
-
-def bytes_of(operation: str | None, in_bytes: int, out_bytes: int) -> int:
-    """Bytes of a call as nccl-tests counts them, MISSING where unknown.
-
-    All-gather's output, reduce-scatter's and all-to-all's input, the sender's and the receiver's own
-    buffer, else the buffer (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
-    """
-    if operation in ("all_gather", "recv", "gather"):
-        return out_bytes
-    if operation in ("reduce_scatter", "all_to_all", "send", "scatter", "reduce"):
-        return in_bytes
-    return out_bytes if in_bytes in (MISSING, 0) else in_bytes
-
-
 # --- metadata ------------------------------------------------------------------------------------
 
 
-def _integer(value: Any) -> int:
-    if type(value) is int and abs(value) < 2**62:
-        return value
-    if isinstance(value, str) and re.fullmatch(r"\s*-?\d{1,18}\s*", value):
-        return int(value)
-    return MISSING
-
-
 def _external(arguments: CollectiveArguments) -> int:
-    return _integer(arguments.old_external_id if arguments.external_id is None else arguments.external_id)
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None or value == "" else str(value)
-
-
-def ranks_of(value: Any, size: int = MISSING, start: int = MISSING, stride: int = MISSING) -> tuple[int, ...]:
-    """Global ranks of a group from a list or from its text; ``()`` when they cannot be known.
-
-    Long lists are cut with "..." by the writer; then first rank and stride give them back.
-    """
-    if isinstance(value, list):
-        found = [rank for rank in value if type(rank) is int]
-        if len(found) == len(value):
-            return tuple(found)
-    text = value if isinstance(value, str) else ""
-    numbers = tuple(int(number) for number in re.findall(r"\d{1,9}", text))
-    cut = "..." in text or (size > 0 and len(numbers) != size)
-    if numbers and not cut:
-        return numbers
-    if 0 < size <= 1 << 20 and start != MISSING and start >= 0 and stride != MISSING and stride > 0:
-        return tuple(range(start, start + size * stride, stride))
-    return ()
+    return integer_of(arguments.old_external_id if arguments.external_id is None else arguments.external_id)
 
 
 def _from_metadata(arguments: CollectiveArguments) -> _Call:
     call = _Call()
     if arguments.collective is not None:
         call.operation = operation_of_call(str(arguments.collective))
-    call.group = _text(arguments.group) or _text(arguments.old_group)
-    size = _integer(arguments.group_size)
+    call.group = text_of(arguments.group) or text_of(arguments.old_group)
+    size = integer_of(arguments.group_size)
     call.group_size = size if size > 0 else None
-    call.sequence = _integer(arguments.sequence)
+    call.sequence = integer_of(arguments.sequence)
     if arguments.dtype is not None:
         call.dtype, width = dtype_of(str(arguments.dtype))
-        call.dtype = call.dtype or _text(arguments.dtype)
+        call.dtype = call.dtype or text_of(arguments.dtype)
         for side, elements in (("in_bytes", arguments.in_elements), ("out_bytes", arguments.out_elements)):
-            count = _integer(elements)
+            count = integer_of(elements)
             if width and 0 <= count < 2**55:
                 setattr(call, side, count * width)
     if call.operation in ("send", "recv"):
-        call.peer = _integer(
+        call.peer = integer_of(
             arguments.destination_rank if call.operation == "send" else arguments.source_rank
         )
     if call.group is not None:
         ranks = ranks_of(
-            arguments.group_ranks, size, _integer(arguments.rank_start), _integer(arguments.rank_stride)
+            arguments.group_ranks, size, integer_of(arguments.rank_start), integer_of(arguments.rank_stride)
         )
         if ranks:
-            call.groups.append((call.group, _text(arguments.group_description), ranks))
+            call.groups.append((call.group, text_of(arguments.group_description), ranks))
     return call
 
 
@@ -433,21 +333,3 @@ def _issues(host: Table, running: list[int], look: _Host) -> dict[int, int]:
                 if issue <= start:
                     found[row] = issue
     return found
-
-
-def groups_of(distributed: Any, seen: Iterable[tuple[str, str | None, tuple[int, ...]]]) -> tuple[Group, ...]:
-    """Process groups: those of ``distributedInfo.pg_config``, completed by those that collectives name."""
-    groups: dict[str, Group] = {}
-    configured = distributed.get("pg_config") if isinstance(distributed, dict) else None
-    for entry in configured if isinstance(configured, list) else ():
-        if not isinstance(entry, dict) or entry.get("pg_name") is None:
-            continue
-        name = str(entry["pg_name"])
-        description = _text(entry.get("pg_desc"))
-        ranks = ranks_of(entry.get("ranks"), _integer(entry.get("pg_size")))
-        groups[name] = Group(name, name, description, ranks)
-    for (name, description, ranks), _ in Counter(seen).most_common():
-        known = groups.get(name)
-        if known is None or not known.ranks:
-            groups[name] = Group(name, name, description or (known.description if known else None), ranks)
-    return tuple(groups.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels import is_communication
-from ..model import DEVICE_KINDS, HOST_KINDS, MISSING, Strings
+from ..model import MISSING, Strings
+from ._kineto_categories import (
+    ANNOTATION,
+    CATEGORIES,
+    COMMUNICATION,
+    COPY,
+    DEVICE,
+    IGNORED,
+    MEMORY,
+    OPERATOR,
+    PYTHON,
+    RUNTIME,
+    SILENT,
+)
 from ._kineto_events import (
     DECODE_ERRORS,
     CollectiveArguments,
@@ -27,104 +39,9 @@ from ._kineto_events import (
 from ._kineto_stream import Chunk
 from ._kineto_times import nanoseconds, nanoseconds_of_numbers, whole
 
-__all__ = ["Columns", "host_kind_of_name"]
+__all__ = ["Columns"]
 
 Array = npt.NDArray[Any]
-
-_COMPUTE, _COMMUNICATION, _COPY = range(len(DEVICE_KINDS))
-_OPERATOR, _RUNTIME, _ANNOTATION, _PYTHON, _LOADER, _SYNC, _COLLECTOR = range(len(HOST_KINDS))
-
-_DEVICE = 100
-_MEMORY = 200
-_IGNORED = 300
-
-#: Flow arrows, names of threads and counters.
-_SILENT = ("s", "f", "t", "M", "C")
-
-#: Categories in lower case, old names (torch 1.8, 1.9) and new.
-_CATEGORIES = {
-    "kernel": _DEVICE + _COMPUTE,
-    "gpu_memcpy": _DEVICE + _COPY,
-    "gpu_memset": _DEVICE + _COPY,
-    "memcpy": _DEVICE + _COPY,
-    "memset": _DEVICE + _COPY,
-    "concurrent_kernel": _DEVICE + _COMPUTE,
-    "collective_comm": _DEVICE + _COMMUNICATION,
-    "mtia_ccp_events": _DEVICE + _COMPUTE,
-    "cpu_op": _OPERATOR,
-    "operator": _OPERATOR,
-    "hpu_op": _OPERATOR,
-    "cuda_runtime": _RUNTIME,
-    "cuda_driver": _RUNTIME,
-    "runtime": _RUNTIME,
-    "driver": _RUNTIME,
-    "xpu_runtime": _RUNTIME,
-    "xpu_driver": _RUNTIME,
-    "mtia_runtime": _RUNTIME,
-    "glow_runtime": _RUNTIME,
-    "privateuse1_runtime": _RUNTIME,
-    "privateuse1_driver": _RUNTIME,
-    "user_annotation": _ANNOTATION,
-    "python_function": _PYTHON,
-    # Copies of host spans on device rows, markers and counters: no work of their own.
-    **dict.fromkeys(
-        (
-            "gpu_user_annotation",
-            "cuda_sync",
-            "xpu_sync",
-            "cuda_event",
-            "cuda_profiler_range",
-            "external_correlation",
-            "overhead",
-            "trace",
-            "mtia_insight",
-            "mtia_counters",
-            "xpu_scope_profiler",
-            "hardware_counters",
-            "cpu_instant_event",
-            "ac2g",
-            "async",
-            "async_cpu_to_gpu",
-            "async_gpu",
-            "fwdbwd",
-        ),
-        _IGNORED,
-    ),
-}
-
-#: Runtime calls that block the host until the device is done.
-_BLOCKING = frozenset(
-    {
-        "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaThreadSynchronize",
-        "cudaStreamSynchronize_ptsz", "cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize",
-        "cudaMemcpy", "cudaMemcpy2D", "cudaMemcpy3D", "cudaMemcpyToSymbol", "cudaMemcpyFromSymbol",
-        "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2", "cuMemcpyDtoD_v2", "cuMemcpy",
-        "hipDeviceSynchronize", "hipStreamSynchronize", "hipEventSynchronize", "hipCtxSynchronize",
-        "hipMemcpy", "hipMemcpyWithStream", "hipMemcpyDtoH", "hipMemcpyHtoD", "hipMemcpyDtoD",
-        "zeCommandQueueSynchronize", "zeEventHostSynchronize", "zeFenceHostSynchronize",
-        "zeCommandListHostSynchronize", "urQueueFinish", "urEventWait", "piQueueFinish", "piEventsWait",
-    }
-)  # fmt: skip
-
-
-#: Waiting for the next batch: torch's own mark, Lightning's, what people call it, and the call itself in stacks.
-_LOADING = re.compile(
-    r"^enumerate\(DataLoader\)|(?:^|[^a-z])(?:train_)?data_?load(?:er|ing)?(?:_next)?$", re.IGNORECASE
-)
-_LOADING_CALL = re.compile(r"torch/utils/data/dataloader\.py\(\d+\): __next__$")
-
-
-def host_kind_of_name(name: str, kind: int) -> int:
-    """The host kind of a span whose category says ``kind``; its name may say more."""
-    if kind == _RUNTIME:
-        return _SYNC if name in _BLOCKING else kind
-    if (_LOADING_CALL if kind == _PYTHON else _LOADING).search(name):
-        return _LOADER
-    if name.startswith("Python GC") or name in ("gc.collect", "<built-in function collect>"):
-        return _COLLECTOR
-    if kind == _OPERATOR and name.startswith(("ProfilerStep#", "Optimizer.")):
-        return _ANNOTATION  # torch 1.8 and 1.9 have one category for both
-    return kind
 
 
 class _NameCodes(dict[Any, int]):
@@ -195,12 +112,12 @@ class _Sorted:
                     routes[str(event.cat)](event)
             else:
                 others.append(event)
-        speaking = [event for event in others if event.ph not in _SILENT]
+        speaking = [event for event in others if event.ph not in SILENT]
         self.marks = [event for event in speaking if event.ph in ("B", "E")]
         memory = [event for event in speaking if event.name == "[memory]" and event.ph in ("i", "I")]
         if memory:
-            self.groups[_MEMORY] = memory
-        self.groups.pop(_IGNORED, None)
+            self.groups[MEMORY] = memory
+        self.groups.pop(IGNORED, None)
         self.count = len(events) - sum(event.ph is None for event in speaking)
 
 
@@ -212,7 +129,7 @@ class _Routes(dict[Any, Callable[[Event], None]]):
         self._groups, self._unknown = groups, unknown
 
     def __missing__(self, category: Any) -> Callable[[Event], None]:
-        action = _CATEGORIES.get(str(category).lower())
+        action = CATEGORIES.get(str(category).lower())
         if action is None:
             label = "(none)" if category is None else str(category)[:40]
             append = self._unknown.setdefault(label, []).append
@@ -265,10 +182,10 @@ class Columns:
         self.unknown.update({label: len(events) for label, events in found.unknown.items()})
         for action, events in sorted(found.groups.items()):
             spans = self._spans(*(times[action] or _exact_times(events)))
-            if action < _DEVICE:
+            if action < DEVICE:
                 self._add_host(events, action, *spans)
-            elif action < _MEMORY:
-                self._add_device(events, action - _DEVICE, *spans)
+            elif action < MEMORY:
+                self._add_device(events, action - DEVICE, *spans)
             else:
                 self._add_memory(events, *spans)
         return exact
@@ -286,8 +203,8 @@ class Columns:
                 start, end = nanoseconds([bytes(begin.ts), bytes(event.ts)]).tolist()
                 if MISSING not in (start, end):  # else its missing time is counted with the others
                     begin.dur = msgspec.Raw(f"{(end - start) // 1000}.{(end - start) % 1000:03}".encode())
-                action = _CATEGORIES.get(str(begin.cat).lower(), _ANNOTATION)
-                found.groups.setdefault(action if action < _DEVICE else _ANNOTATION, []).append(begin)
+                action = CATEGORIES.get(str(begin.cat).lower(), ANNOTATION)
+                found.groups.setdefault(action if action < DEVICE else ANNOTATION, []).append(begin)
 
     # --- one kind of event each ----------------------------------------------------------------
 
@@ -319,12 +236,12 @@ class Columns:
         args = arguments(events, DeviceArguments)
         names = self._codes(events)
         kinds = np.full(len(events), kind, dtype=np.uint8)
-        if kind != _COPY:
+        if kind != COPY:
             codes, inverse = np.unique(names, return_inverse=True)
             by_name = [code >= 0 and is_communication(self.strings.values[code]) for code in codes]
-            marked = np.array(by_name, dtype=bool)[inverse] | (kind == _COMMUNICATION)
+            marked = np.array(by_name, dtype=bool)[inverse] | (kind == COMMUNICATION)
             marked |= np.array([a.collective is not None for a in args])
-            kinds[marked] = _COMMUNICATION
+            kinds[marked] = COMMUNICATION
             self._keep_collectives("device", events, marked & known, self._device_rows, known)
         columns = {
             "start_ns": start,
@@ -353,10 +270,10 @@ class Columns:
             "name": names,
             **self._host_arguments(events, kind),
         }
-        if kind == _OPERATOR:
+        if kind == OPERATOR:
             metadata = names == self.strings.find("record_param_comms")
             self._keep_collectives("host", events, metadata & known, self._host_rows, known)
-        elif kind == _ANNOTATION:
+        elif kind == ANNOTATION:
             self._keep_types(events, known)
         self.host.append(_kept(columns, known))
         self._host_rows += int(np.count_nonzero(known))
@@ -366,10 +283,10 @@ class Columns:
         count = len(events)
         missing = np.full(count, MISSING, dtype=np.int64)
         absent = np.full(count, -1, dtype=np.int32)
-        if kind == _PYTHON:
+        if kind == PYTHON:
             return {"module": absent, "correlation": missing, "shapes": absent, "stack": absent}
         args = arguments(events, HostArguments)
-        if kind == _RUNTIME:
+        if kind == RUNTIME:
             missing = whole([a.correlation for a in args])
             return {"module": absent, "correlation": missing, "shapes": absent, "stack": absent}
         text = self._texts

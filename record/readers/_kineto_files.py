@@ -1,8 +1,7 @@
-"""Which files make a job: finding them, telling whose rank each is, and leaving out what does not belong.
+"""Finding trace files, opening them, and looking at their ends.
 
 A file's rank and world stand in its ``distributedInfo``, at its head or, in on-demand traces, at its end;
-only those ends are read here. Where it says nothing, names help (``rank3``, ``_3.json``), and then the order
-of names; that is said.
+only those ends are read here. Where it says nothing, names help (``rank3``, ``_3.json``).
 """
 
 from __future__ import annotations
@@ -10,28 +9,34 @@ from __future__ import annotations
 import re
 import tarfile
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ..errors import UnreadableInput
-from ..model import MISSING, Job, Quality, Rank, RankSource
+from ..model import MISSING, Quality
 from ._kineto_stream import Findings, Readable, blocks
 from ._kineto_times import nanoseconds_of
 
-__all__ = ["is_candidate", "job_of_paths", "open_source"]
-
-Read = Callable[[RankSource], Rank]
+__all__ = [
+    "DEEPEST",
+    "RANK_NAMES",
+    "FoundTrace",
+    "found_in",
+    "is_candidate",
+    "natural",
+    "open_source",
+    "rank_of_name",
+]
 
 _TRACE_NAMES = (".json", ".json.gz", ".json.gzip")
 _ARCHIVE_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _PEEK_BYTES = 1 << 18
 _WIDE_PEEK_BYTES = 8 << 20  # process groups of a large job may fill the head
 _MOST_FILES = 100_000
-_DEEPEST = 4
+DEEPEST = 4
 
 _RANK = re.compile(rb'"rank"\s*:\s*"?(\d{1,7})"?')
 _WORLD = re.compile(rb'"world_size"\s*:\s*"?(\d{1,7})"?')
@@ -42,7 +47,7 @@ _EVENTS = re.compile(rb'"traceEvents"\s*:|^\s*\[\s*(?:\{|\])')
 _HEAD_KEY = re.compile(rb'"(?:distributedInfo|deviceProperties)"\s*:')
 
 #: Name patterns of a rank, most certain first.
-_RANK_NAMES = (
+RANK_NAMES = (
     re.compile(r"(?:^|[^a-zA-Z])rank[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE),
     re.compile(
         r"(?:^|[^a-zA-Z])(?:worker|trainer|process|proc|gpu|device|r)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE
@@ -53,7 +58,7 @@ _RANK_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class FoundTrace:
     """A trace file and what a look at its ends tells."""
 
     path: Path
@@ -129,7 +134,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
     while stack:
         where, depth = stack.pop()
         try:
-            entries = sorted(where.iterdir(), key=lambda entry: _natural(entry.name))
+            entries = sorted(where.iterdir(), key=lambda entry: natural(entry.name))
         except OSError as error:
             raise UnreadableInput(f"cannot read the folder {where}: {_reason(error)}") from None
         inner = []
@@ -137,14 +142,14 @@ def _files_below(folder: Path) -> Iterator[Path]:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                if depth < _DEEPEST and not entry.is_symlink():
+                if depth < DEEPEST and not entry.is_symlink():
                     inner.append((entry, depth + 1))
             elif entry.name.lower().endswith(_TRACE_NAMES):
                 yield entry
         stack.extend(reversed(inner))
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
+def natural(name: str) -> list[tuple[int, int | str]]:
     """A sort key by which rank10 comes after rank9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
@@ -188,7 +193,7 @@ def _distributed(text: bytes) -> tuple[int | None, int | None]:
     return (int(rank[1]) if rank else None), (int(world[1]) if world else None)
 
 
-def _peek(path: Path, member: str | None, size: int, file: IO[bytes]) -> _Found | None:
+def _peek(path: Path, member: str | None, size: int, file: IO[bytes]) -> FoundTrace | None:
     """What the ends of a file tell; ``None`` when its head shows that it is no trace.
 
     ``file`` is read from its beginning, and for an archive's member on to its end where needed.
@@ -203,7 +208,7 @@ def _peek(path: Path, member: str | None, size: int, file: IO[bytes]) -> _Found 
             return None
     rank, world = _distributed(text)
     base, first = _BASE.search(text), _TIME.search(text)
-    named = _rank_of_name(member or path.name)
+    named = rank_of_name(member or path.name)
     if (
         size > len(head)
         and (rank is None or base is None)
@@ -216,7 +221,7 @@ def _peek(path: Path, member: str | None, size: int, file: IO[bytes]) -> _Found 
         base = base or _BASE.search(tail)
     start = nanoseconds_of(first[1]) if first else MISSING
     start_ns = None if start == MISSING else start + (int(base[1]) if base else 0)
-    return _Found(path, member, size, rank, world, start_ns)
+    return FoundTrace(path, member, size, rank, world, start_ns)
 
 
 def _rest_of_member(head: bytes, file: IO[bytes]) -> bytes:
@@ -239,7 +244,8 @@ class _Joined:
         return self._file.read(size)
 
 
-def _rank_of_name(name: str, patterns: Sequence[re.Pattern[str]] = _RANK_NAMES) -> int | None:
+def rank_of_name(name: str, patterns: Sequence[re.Pattern[str]] = RANK_NAMES) -> int | None:
+    """The rank that a file's or its folder's name states."""
     parts = Path(name).parts
     for part in reversed(parts[-2:]):
         for pattern in patterns:
@@ -249,7 +255,8 @@ def _rank_of_name(name: str, patterns: Sequence[re.Pattern[str]] = _RANK_NAMES) 
     return None
 
 
-def _found_in(path: Path, notes: list[Quality]) -> Iterator[_Found]:
+def found_in(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
+    """Traces at a path: a file, an archive's members, a folder's files. What is left out becomes a note."""
     try:
         if path.is_dir():
             for count, file in enumerate(_files_below(path)):
@@ -262,7 +269,7 @@ def _found_in(path: Path, notes: list[Quality]) -> Iterator[_Found]:
                         )
                     )
                     return
-                yield from _found_in(file, notes)
+                yield from found_in(file, notes)
             return
         if path.name.lower().endswith(_ARCHIVE_NAMES):
             yield from _found_in_archive(path, notes)
@@ -288,7 +295,7 @@ def _found_in(path: Path, notes: list[Quality]) -> Iterator[_Found]:
         yield found
 
 
-def _found_in_archive(path: Path, notes: list[Quality]) -> Iterator[_Found]:
+def _found_in_archive(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
     """Members that are traces, read in one pass and never extracted."""
     try:
         with _archive(path) as archive:
@@ -310,184 +317,3 @@ def _found_in_archive(path: Path, notes: list[Quality]) -> Iterator[_Found]:
                 f"{path} is damaged ({_reason(error)}); the members before that are used",
             )
         )
-
-
-# --- the job -------------------------------------------------------------------------------------
-
-
-def job_of_paths(paths: Sequence[Path], origin: Path, read: Read) -> Job:
-    """The largest consistent set of ranks in what lies at ``paths``.
-
-    Raises ``UnreadableInput`` where there is no trace at all.
-    """
-    notes: list[Quality] = []
-    found = [each for path in paths for each in _found_in(path, notes)]
-    if not found:
-        raise UnreadableInput(_nothing_found(paths, origin, notes))
-    found = _one_run(found, notes)
-    ranked = _ranks(found, notes)
-    sources = tuple(RankSource(rank, each.path, read, each.member) for rank, each in sorted(ranked.items()))
-    worlds = [each.world_size for each in found if each.world_size]
-    world = max(worlds) if worlds else None
-    if world is None and len(ranked) > 1:
-        world = max(ranked) + 1
-        notes.append(
-            Quality(
-                "world-size-unknown",
-                "info",
-                f"no file states the world size; {world} is taken from the highest rank",
-            )
-        )
-    if world is not None and max(ranked) >= world:
-        notes.append(
-            Quality(
-                "rank-beyond-world", "warning", f"rank {max(ranked)} lies outside the stated world of {world}"
-            )
-        )
-        world = max(ranked) + 1
-    job = Job(origin, "kineto", sources, world, quality=notes)
-    if job.missing_ranks:
-        missing = job.missing_ranks
-        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        notes.append(
-            Quality(
-                "missing-ranks",
-                "warning",
-                f"{len(missing)} of {world} ranks have no trace ({some}); waits are known for those present only",
-            )
-        )
-    return job
-
-
-def _nothing_found(paths: Sequence[Path], origin: Path, notes: list[Quality]) -> str:
-    if notes and len(paths) == 1 and not paths[0].is_dir():
-        if notes[0].id == "not-a-trace":
-            return f"{paths[0]} is not a trace (no traceEvents in it); export one with torch.profiler's export_chrome_trace"
-        return notes[0].message
-    return f"{origin} holds no trace (looked for *.json and *.json.gz); export one with torch.profiler's export_chrome_trace"
-
-
-def _one_run(found: list[_Found], notes: list[Quality]) -> list[_Found]:
-    """The largest group of files that can be one run: one world size, times that belong together, each rank once."""
-    if len(found) == 1:
-        return found
-    groups: list[list[_Found]] = []
-    by_world: dict[int | None, list[_Found]] = defaultdict(list)
-    for each in found:
-        by_world[each.world_size].append(each)
-    unknown = by_world.pop(None, [])
-    if not by_world:
-        by_world[None] = unknown
-    elif unknown:
-        max(by_world.values(), key=len).extend(unknown)
-    for files in by_world.values():
-        groups += _windows(files)
-    best = max(
-        groups, key=lambda group: (len(group), sum(each.size for each in group), group[0].start_ns or 0)
-    )
-    if len(groups) > 1:
-        left = len(found) - len(best)
-        why = "world sizes" if len(by_world) > 1 else "times"
-        notes.append(
-            Quality(
-                "mixed-runs",
-                "warning",
-                f"{len(groups)} runs or windows lie together (their {why} differ); the largest, {len(best)} files from "
-                f"{best[0].name} on, is analysed and {left} files are left out; name the files of another to see it",
-            )
-        )
-    return best
-
-
-_APART_NS = (
-    600 * 10**9
-)  # clocks of one job's hosts do not differ by ten minutes, and no window lasts that long
-
-
-def _windows(files: list[_Found]) -> list[list[_Found]]:
-    """Files by time: a new window begins where a rank comes again, or after a long pause."""
-    timed = sorted((each for each in files if each.start_ns is not None), key=lambda each: each.start_ns or 0)
-    untimed = [each for each in files if each.start_ns is None]
-    windows: list[list[_Found]] = []
-    seen: dict[int, _Found] = {}
-    for each in timed:
-        rank = each.rank if each.rank is not None else _rank_of_name(each.name)
-        last = windows[-1][-1] if windows else None
-        apart = last is None or (each.start_ns or 0) - (last.start_ns or 0) > _APART_NS
-        again = rank is not None and rank in seen and seen[rank].start_ns != each.start_ns
-        if apart or again:
-            windows.append([])
-            seen = {}
-        windows[-1].append(each)
-        if rank is not None:
-            seen[rank] = each
-    if untimed:
-        if windows:
-            max(windows, key=len).extend(untimed)
-        else:
-            windows.append(untimed)
-    return windows
-
-
-def _ranks(found: list[_Found], notes: list[Quality]) -> dict[int, _Found]:
-    """Rank → file, each rank once."""
-    if len(found) == 1:
-        only = found[0]
-        # Of one file alone a number in its name may be anything; only "rank3" is a rank.
-        named = _rank_of_name(only.name, _RANK_NAMES[:1])
-        return {next((rank for rank in (only.rank, named) if rank is not None), 0): only}
-    stated: dict[int, list[_Found]] = defaultdict(list)
-    silent = []
-    for each in found:
-        if each.rank is not None:
-            stated[each.rank].append(each)
-        else:
-            silent.append(each)
-    ranked = {rank: _one_of(rank, files, notes) for rank, files in stated.items()}
-    if silent:
-        _name_ranks(silent, ranked, notes)
-    return ranked
-
-
-def _one_of(rank: int, files: list[_Found], notes: list[Quality]) -> _Found:
-    best = max(files, key=lambda each: each.size)
-    for other in files:
-        if other is not best:
-            notes.append(
-                Quality(
-                    "duplicate-rank",
-                    "warning",
-                    f"{other.name} is rank {rank} too; the larger file {best.name} is used",
-                    rank,
-                )
-            )
-    return best
-
-
-def _ranks_by_name(files: list[_Found]) -> list[int] | None:
-    """Ranks from the most certain part of the names that tells all files apart: the file's, else a folder's."""
-    for pattern in _RANK_NAMES:
-        for level in range(1, _DEEPEST + 1):
-            parts = [Path(each.name).parts for each in files]
-            found = [pattern.search(part[-level]) if len(part) >= level else None for part in parts]
-            ranks = [int(match[1]) for match in found if match]
-            if len(ranks) == len(files) == len(set(ranks)):
-                return ranks
-    return None
-
-
-def _name_ranks(silent: list[_Found], ranked: dict[int, _Found], notes: list[Quality]) -> None:
-    """Ranks of files that do not state one: from names when those tell them apart, else in order of name."""
-    named = _ranks_by_name(silent)
-    if named is not None and not set(named) & set(ranked):
-        for rank, each in zip(named, silent, strict=True):
-            ranked[rank] = each
-        how = "ranks are taken from file names"
-    else:
-        free = (rank for rank in range(len(silent) + len(ranked) + 1) if rank not in ranked)
-        ordered = sorted(silent, key=lambda each: _natural(each.name))
-        for each in ordered:
-            rank = next(free)
-            ranked[rank] = each
-        how = "ranks are numbered in order of file names"
-    notes.append(Quality("rank-unknown", "info", f"{len(silent)} files do not state their rank; {how}"))

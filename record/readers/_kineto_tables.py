@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..model import HOST_KINDS, MISSING, Strings, Table
-from ._kineto_columns import host_kind_of_name
+from ._kineto_categories import host_kind_of_name
 
 __all__ = [
     "device_table",

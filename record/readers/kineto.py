@@ -16,9 +16,11 @@ import numpy as np
 
 from ..errors import UnreadableInput
 from ..model import DEVICE_KINDS, MISSING, DeviceInfo, Job, Rank, RankSource, Strings
-from ._kineto_collectives import collectives_table, groups_of
+from ._kineto_collectives import collectives_table
 from ._kineto_columns import Columns
-from ._kineto_files import is_candidate, job_of_paths, open_source
+from ._kineto_files import is_candidate, open_source
+from ._kineto_quality import say_what_was_odd
+from ._kineto_runs import job_of_paths
 from ._kineto_stream import Findings, TraceStream, blocks
 from ._kineto_tables import (
     device_table,
@@ -30,6 +32,7 @@ from ._kineto_tables import (
     step_of,
     steps_table,
 )
+from ._kineto_terms import groups_of
 
 __all__ = ["FORMAT", "open_job", "open_paths", "read_file", "read_source", "recognizes"]
 
@@ -94,7 +97,7 @@ def _read(file: IO[bytes], where: str, rank: int | None) -> Rank:
     )
     base = _integer(facts.baseTimeNanoseconds)
     _fill(result, columns, base if base is not None and abs(base) < 2**62 else 0, distributed)
-    _say(result, columns, findings, said)
+    say_what_was_odd(result, columns, findings, said)
     return result
 
 
@@ -184,78 +187,3 @@ def _join_launches(result: Rank) -> None:
     if result.steps is not None:
         begun = host["start_ns"][np.maximum(launch, 0)]
         device.columns["step"] = np.where(launch >= 0, step_of(begun, result.steps), MISSING)
-
-
-def _say(result: Rank, columns: Columns, findings: Findings, said: int | None) -> None:
-    """Everything that was odd becomes a note."""
-    note = result.note
-    if findings.damaged:
-        note(
-            "damaged-file",
-            "error",
-            f"{result.source} is a damaged gzip file ({findings.damaged}); the events before the damage are used",
-        )
-    if findings.truncated:
-        note(
-            "truncated-file",
-            "error",
-            f"{result.source} ends in the middle; its {columns.events:,} complete events are used",
-        )
-    if findings.tail_lost:
-        note(
-            "unreadable-metadata",
-            "warning",
-            f"{result.source}: what stands after its events is broken JSON and was left out",
-        )
-    if findings.repaired:
-        note(
-            "repaired-events",
-            "warning",
-            f"{findings.repaired:,} events were invalid JSON and could be repaired",
-        )
-    if findings.dropped:
-        note(
-            "dropped-events",
-            "error",
-            f"{findings.dropped:,} events were invalid JSON beyond repair and are left out",
-        )
-    if columns.untimed:
-        note("untimed-events", "warning", f"{columns.untimed:,} events have no usable time and are left out")
-    if columns.negative_durations:
-        note(
-            "negative-durations",
-            "warning",
-            f"{columns.negative_durations:,} events last less than nothing; they count as of no length",
-        )
-    if columns.unclosed:
-        note(
-            "unclosed-events",
-            "warning",
-            f"{columns.unclosed:,} spans end without a beginning and are left out",
-        )
-    if columns.unknown:
-        kinds = ", ".join(f"{name} ({count:,})" for name, count in columns.unknown.most_common(5))
-        note("unknown-categories", "info", f"events of unknown categories are left out: {kinds}")
-    if said is not None and said != result.rank:
-        note(
-            "rank-renamed",
-            "warning",
-            f"{result.source} says it is rank {said} and is read as rank {result.rank}",
-        )
-    device = result.device
-    if device is None:
-        note(
-            "no-device-events",
-            "info",
-            "no device work was recorded; the breakdown is of the host's operators",
-        )
-    elif missing := int(np.count_nonzero(device["launch"] < 0)):
-        note(
-            "no-launch-record",
-            "info" if missing * 10 < len(device) else "warning",
-            f"{missing:,} of {len(device):,} device events have no launch record; they belong to no step and count only under --steps all",
-        )
-    if result.steps is None:
-        note(
-            "no-steps", "info", "no step marks (ProfilerStep#N) were recorded; the whole trace is one window"
-        )

@@ -9,7 +9,7 @@ import pytest
 from trace_builders import annotation, call, kernel, operator, trace, written
 
 from trine.record.model import MISSING, Rank
-from trine.record.readers._kineto_collectives import bytes_of, operation_of_call, ranks_of
+from trine.record.readers._kineto_terms import bytes_of, operation_of_call, ranks_of
 from trine.record.readers.kineto import read_file
 
 METADATA = {

@@ -1,0 +1,191 @@
+"""Which files make a job: one run, each rank once. What does not belong is left out, and said.
+
+Where files do not state their ranks, the most certain part of their names that tells them apart does,
+and then the order of names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import UnreadableInput
+from ..model import Job, Quality, Rank, RankSource
+from ._kineto_files import DEEPEST, RANK_NAMES, FoundTrace, found_in, natural, rank_of_name
+
+__all__ = ["job_of_paths"]
+
+Read = Callable[[RankSource], Rank]
+
+
+def job_of_paths(paths: Sequence[Path], origin: Path, read: Read) -> Job:
+    """The largest consistent set of ranks in what lies at ``paths``.
+
+    Raises ``UnreadableInput`` where there is no trace at all.
+    """
+    notes: list[Quality] = []
+    found = [each for path in paths for each in found_in(path, notes)]
+    if not found:
+        raise UnreadableInput(_nothing_found(paths, origin, notes))
+    found = _one_run(found, notes)
+    ranked = _ranks(found, notes)
+    sources = tuple(RankSource(rank, each.path, read, each.member) for rank, each in sorted(ranked.items()))
+    world = _world_size(found, max(ranked), notes)
+    job = Job(origin, "kineto", sources, world, quality=notes)
+    if job.missing_ranks:
+        missing = job.missing_ranks
+        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        text = (
+            f"{len(missing)} of {world} ranks have no trace ({some}); waits are known for those present only"
+        )
+        notes.append(Quality("missing-ranks", "warning", text))
+    return job
+
+
+def _world_size(found: list[FoundTrace], highest: int, notes: list[Quality]) -> int | None:
+    """The world that the files state, or what their ranks imply; ``None`` for one silent file."""
+    world = max((each.world_size for each in found if each.world_size), default=None)
+    if world is None and len(found) > 1:
+        world = highest + 1
+        text = f"no file states the world size; {world} is taken from the highest rank"
+        notes.append(Quality("world-size-unknown", "info", text))
+    if world is not None and highest >= world:
+        text = f"rank {highest} lies outside the stated world of {world}"
+        notes.append(Quality("rank-beyond-world", "warning", text))
+        world = highest + 1
+    return world
+
+
+def _nothing_found(paths: Sequence[Path], origin: Path, notes: list[Quality]) -> str:
+    if notes and len(paths) == 1 and not paths[0].is_dir():
+        if notes[0].id == "not-a-trace":
+            return f"{paths[0]} is not a trace (no traceEvents in it); export one with torch.profiler's export_chrome_trace"
+        return notes[0].message
+    return f"{origin} holds no trace (looked for *.json and *.json.gz); export one with torch.profiler's export_chrome_trace"
+
+
+def _one_run(found: list[FoundTrace], notes: list[Quality]) -> list[FoundTrace]:
+    """The largest group of files that can be one run: one world size, times that belong together, each rank once."""
+    if len(found) == 1:
+        return found
+    groups: list[list[FoundTrace]] = []
+    by_world: dict[int | None, list[FoundTrace]] = defaultdict(list)
+    for each in found:
+        by_world[each.world_size].append(each)
+    unknown = by_world.pop(None, [])
+    if not by_world:
+        by_world[None] = unknown
+    elif unknown:
+        max(by_world.values(), key=len).extend(unknown)
+    for files in by_world.values():
+        groups += _windows(files)
+    best = max(
+        groups, key=lambda group: (len(group), sum(each.size for each in group), group[0].start_ns or 0)
+    )
+    if len(groups) > 1:
+        left = len(found) - len(best)
+        why = "world sizes" if len(by_world) > 1 else "times"
+        notes.append(
+            Quality(
+                "mixed-runs",
+                "warning",
+                f"{len(groups)} runs or windows lie together (their {why} differ); the largest, {len(best)} files from "
+                f"{best[0].name} on, is analysed and {left} files are left out; name the files of another to see it",
+            )
+        )
+    return best
+
+
+_APART_NS = (
+    600 * 10**9
+)  # clocks of one job's hosts do not differ by ten minutes, and no window lasts that long
+
+
+def _windows(files: list[FoundTrace]) -> list[list[FoundTrace]]:
+    """Files by time: a new window begins where a rank comes again, or after a long pause."""
+    timed = sorted((each for each in files if each.start_ns is not None), key=lambda each: each.start_ns or 0)
+    untimed = [each for each in files if each.start_ns is None]
+    windows: list[list[FoundTrace]] = []
+    seen: dict[int, FoundTrace] = {}
+    for each in timed:
+        rank = each.rank if each.rank is not None else rank_of_name(each.name)
+        last = windows[-1][-1] if windows else None
+        apart = last is None or (each.start_ns or 0) - (last.start_ns or 0) > _APART_NS
+        again = rank is not None and rank in seen and seen[rank].start_ns != each.start_ns
+        if apart or again:
+            windows.append([])
+            seen = {}
+        windows[-1].append(each)
+        if rank is not None:
+            seen[rank] = each
+    if untimed:
+        if windows:
+            max(windows, key=len).extend(untimed)
+        else:
+            windows.append(untimed)
+    return windows
+
+
+def _ranks(found: list[FoundTrace], notes: list[Quality]) -> dict[int, FoundTrace]:
+    """Rank → file, each rank once."""
+    if len(found) == 1:
+        only = found[0]
+        # Of one file alone a number in its name may be anything; only "rank3" is a rank.
+        named = rank_of_name(only.name, RANK_NAMES[:1])
+        return {next((rank for rank in (only.rank, named) if rank is not None), 0): only}
+    stated: dict[int, list[FoundTrace]] = defaultdict(list)
+    silent = []
+    for each in found:
+        if each.rank is not None:
+            stated[each.rank].append(each)
+        else:
+            silent.append(each)
+    ranked = {rank: _one_of(rank, files, notes) for rank, files in stated.items()}
+    if silent:
+        _name_ranks(silent, ranked, notes)
+    return ranked
+
+
+def _one_of(rank: int, files: list[FoundTrace], notes: list[Quality]) -> FoundTrace:
+    best = max(files, key=lambda each: each.size)
+    for other in files:
+        if other is not best:
+            notes.append(
+                Quality(
+                    "duplicate-rank",
+                    "warning",
+                    f"{other.name} is rank {rank} too; the larger file {best.name} is used",
+                    rank,
+                )
+            )
+    return best
+
+
+def _ranks_by_name(files: list[FoundTrace]) -> list[int] | None:
+    """Ranks from the most certain part of the names that tells all files apart: the file's, else a folder's."""
+    for pattern in RANK_NAMES:
+        for level in range(1, DEEPEST + 1):
+            parts = [Path(each.name).parts for each in files]
+            found = [pattern.search(part[-level]) if len(part) >= level else None for part in parts]
+            ranks = [int(match[1]) for match in found if match]
+            if len(ranks) == len(files) == len(set(ranks)):
+                return ranks
+    return None
+
+
+def _name_ranks(silent: list[FoundTrace], ranked: dict[int, FoundTrace], notes: list[Quality]) -> None:
+    """Ranks of files that do not state one: from names when those tell them apart, else in order of name."""
+    named = _ranks_by_name(silent)
+    if named is not None and not set(named) & set(ranked):
+        for rank, each in zip(named, silent, strict=True):
+            ranked[rank] = each
+        how = "ranks are taken from file names"
+    else:
+        free = (rank for rank in range(len(silent) + len(ranked) + 1) if rank not in ranked)
+        ordered = sorted(silent, key=lambda each: natural(each.name))
+        for each in ordered:
+            rank = next(free)
+            ranked[rank] = each
+        how = "ranks are numbered in order of file names"
+    notes.append(Quality("rank-unknown", "info", f"{len(silent)} files do not state their rank; {how}"))
