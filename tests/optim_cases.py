@@ -293,14 +293,14 @@ def static_graph_with_no_sync(rank: int, ranks: int) -> str:
     return f"difference {float(difference)}"
 
 
-def refused_static_graph(rank: int, ranks: int) -> str:
-    """Our refusal of the same."""
+def refused(rank: int, ranks: int, changes: dict[str, Any]) -> str:
+    """Our refusal of these changes."""
     import torch
 
     import trine
 
     model = small_gpt()
-    config = trine.Config().with_changes({"communication.static_graph": True, "accumulation.steps": 2})
+    config = trine.Config().with_changes(changes)
     try:
         trine.optimize(model, torch.optim.AdamW(model.parameters()), config)
     except trine.TrineError as error:
@@ -315,6 +315,7 @@ def everything_on_ranks(rank: int, ranks: int, configurations: list[dict[str, An
         "weighted": weighted_by_tokens(rank, ranks, 3),
         "rewrapped": rewrap_live_ddp(rank, ranks),
         "synchronisations": synchronisations(rank, ranks, 4),
-        "refused": refused_static_graph(rank, ranks),
+        "refused": refused(rank, ranks, {"communication.static_graph": True, "accumulation.steps": 2}),
+        "refused_bucket": refused(rank, ranks, {"communication.bucket_mib": 0.5, "compute.compile": "model"}),
         "static_graph": static_graph_with_no_sync(rank, ranks),
     }

@@ -16,12 +16,26 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal", "repeated_blocks"]
+__all__ = [
+    "KEYS",
+    "LEAST_BUCKET_MIB",
+    "NUMERICS",
+    "ORDER",
+    "QUANTITY",
+    "apply",
+    "check",
+    "refusal",
+    "repeated_blocks",
+]
 
 KEYS = ("compute.compile",)
 ORDER = 30
 QUANTITY = "elementwise and launch time; costs compile time once"
 NUMERICS = "the same operators fused: losses within 1e-5 relative in fp32; dropout draws other random numbers than without"
+
+
+#: torch._dynamo's DDPOptimizer asserts that no bucket is smaller than DDP's first one.
+LEAST_BUCKET_MIB = 1.0
 
 
 def refusal(config: Config) -> str | None:
@@ -41,10 +55,16 @@ def check(config: Config, facts: Facts) -> None:
             f'compute.compile = "blocks": {type(facts.model).__name__} has no list of like modules '
             '(an nn.ModuleList of two or more): use compute.compile = "model"'
         )
-    if wanted == "model" and facts.ranks > 1 and config.communication.static_graph:
+    bucket = config.communication.bucket_mib
+    if (
+        wanted == "model"
+        and facts.ranks > 1
+        and isinstance(bucket, (int, float))
+        and bucket < LEAST_BUCKET_MIB
+    ):
         raise UsageError(
-            'communication.static_graph and compute.compile = "model" cannot be combined (the compiled graph is '
-            'cut at the buckets, which a static graph forbids): use compute.compile = "blocks", or drop one'
+            f'communication.bucket_mib = {bucket:g} is too small for compute.compile = "model": PyTorch cuts the '
+            f'graph at buckets of {LEAST_BUCKET_MIB:g} MiB or more. Use that, or compute.compile = "blocks"'
         )
 
 

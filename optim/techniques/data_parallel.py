@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques.compilation import LEAST_BUCKET_MIB
 from trine.record.errors import UsageError
 from trine.record.hardware import Peaks, calibrated, processor_name
 
@@ -143,6 +144,8 @@ def _automatic_bucket_mib(assembly: Assembly) -> tuple[float | None, str]:
     alpha, beta = float(collective["alpha_s"]), float(collective["bytes_per_s"])
     gradients = sum(p.numel() * p.element_size() for p in assembly.model.parameters() if p.requires_grad)
     size = best_bucket_bytes(gradients, alpha, beta)
+    if assembly.config.compute.compile == "model":
+        size = max(size, int(LEAST_BUCKET_MIB * _MIB))
     return size / _MIB, f"√ rule from α {alpha * 1e6:.0f} µs and β {beta / 1e9:.2f} GB/s"
 
 

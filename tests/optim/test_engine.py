@@ -427,6 +427,10 @@ def test_the_refused_static_graph_with_accumulation_is_broken_in_pytorch(
         assert each["static_graph"].startswith("error")
 
 
+def test_a_bucket_too_small_for_a_compiled_model_is_refused(two_ranks: list[dict[str, Any]]) -> None:
+    assert all("communication.bucket_mib = 0.5" in each["refused_bucket"] for each in two_ranks)
+
+
 def test_best_bucket_size() -> None:
     from trine.optim.techniques.data_parallel import best_bucket_bytes
 
