@@ -205,12 +205,12 @@ class Stopwatch:
 
 def collector_costs(loop: Loop, folder: Path) -> dict[str, float]:
     """Microseconds of CPU time a step of each part of the session."""
-    import trine.profiler.session as session_module
+    import trine.profiler.parts as parts_module
 
     watch = Stopwatch()
     watch.wrap(Marker, "enter", "phases begin")
     watch.wrap(Marker, "leave", "phases end")
-    watch.wrap(session_module, "measure_batch", "batch size")
+    watch.wrap(parts_module, "measure_batch", "batch size")
     watch.wrap(Session, "take_values", "loss")
     watch.wrap(Session, "begin_part", "a step opens")
     watch.wrap(Session, "end_part", "a step closes")
@@ -220,7 +220,7 @@ def collector_costs(loop: Loop, folder: Path) -> dict[str, float]:
         loop.profiled(folder, watch)
     finally:
         watch.unwrap()
-    assert session_module.measure_batch is measure_batch
+    assert parts_module.measure_batch is measure_batch
     return {label: spent / TIMED / 1e3 for label, spent in watch.spent.items()}
 
 

@@ -20,7 +20,7 @@ from .facts import autocast_dtype
 from .groups import process_groups
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .parts import Parts
 
 __all__ = [
     "FACTS_AFTER_STEPS",
@@ -78,7 +78,7 @@ def torch_optimizers(optimizers: Sequence[Any]) -> list[Any]:
     return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
 
 
-def facts_at_start(session: Session) -> dict[str, Any]:
+def facts_at_start(session: Parts) -> dict[str, Any]:
     """What is known before the first step."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     exposed = "measured" if session.device[0] == "cpu" else "end of backward"
@@ -91,7 +91,7 @@ def facts_at_start(session: Session) -> dict[str, Any]:
     }
 
 
-def facts_in_training(session: Session) -> dict[str, Any]:
+def facts_in_training(session: Parts) -> dict[str, Any]:
     """What training itself shows; read a few times, each replacing the one before."""
     optimizers = torch_optimizers(session.optimizers)
     model = facts.model_facts(session.models, optimizers, session.sequence)
@@ -112,7 +112,7 @@ def facts_in_training(session: Session) -> dict[str, Any]:
     return {name: value for name, value in result.items() if value is not None}
 
 
-def _conventions(session: Session, model: dict[str, Any] | None) -> dict[str, Any]:
+def _conventions(session: Parts, model: dict[str, Any] | None) -> dict[str, Any]:
     """FLOPs by the named conventions, for the tokens of one step of this rank."""
     tokens = session.tokens_per_step
     if model is None or not tokens:
@@ -120,7 +120,7 @@ def _conventions(session: Session, model: dict[str, Any] | None) -> dict[str, An
     return convention_flops(model["shape"], model["parameters_without_embedding"], tokens)
 
 
-def description(session: Session) -> dict[str, Any]:
+def description(session: Parts) -> dict[str, Any]:
     """``rank.json`` as it should be now."""
     background = session.background
     source = session.collectors.source
@@ -150,7 +150,7 @@ def description(session: Session) -> dict[str, Any]:
     }
 
 
-def write_run(session: Session, writer: RankWriter) -> None:
+def write_run(session: Parts, writer: RankWriter) -> None:
     """``run.json``, by the first rank alone."""
     if session.rank != 0:
         return
@@ -185,7 +185,7 @@ def final(error: BaseException | None) -> dict[str, Any]:
     return {"state": state, "ended_ns": time.time_ns(), "error": line}
 
 
-def warn_without_steps(session: Session) -> None:
+def warn_without_steps(session: Parts) -> None:
     """A session that saw no step has written nothing: say why, since silence would look like success."""
     logger.warning(
         "%s: no step was seen, so nothing was recorded; iterate over prof.steps(loader), or call prof.step() after each",

@@ -9,7 +9,8 @@ from typing import Any
 from trine.record.errors import UsageError
 from trine.record.store import DEFAULT_MAX_BYTES, SMALLEST_MAX_BYTES
 
-from .session import Session, Size
+from .parts import Size
+from .session import Session
 from .windows import parse_windows
 
 __all__ = ["profile"]

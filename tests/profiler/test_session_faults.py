@@ -238,7 +238,7 @@ def test_killed_at_any_instant_only_the_last_second_is_missing(tmp_path: Path) -
 
 
 def test_more_steps_than_can_be_kept_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trine.profiler.session.MOST_WAITING", 4)
+    monkeypatch.setattr("trine.profiler.parts.MOST_WAITING", 4)
     monkeypatch.setattr("trine.profiler.background._PERIOD_S", 5.0)
     _train(tmp_path / "run")
     rank = read(tmp_path / "run")
