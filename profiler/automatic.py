@@ -14,7 +14,6 @@ until training goes on is in none.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -23,41 +22,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from trine.record.errors import TrineError
 
 from . import session as sessions
 from .batches import measure_batch
+from .finding import holds, loader_of, outermost_modules
 from .hooks import Hooks
 from .phases import END, FORWARD
 from .session import Session
 
-__all__ = ["AutomaticSession", "Discovery", "outermost_modules"]
+__all__ = ["AutomaticSession", "Discovery"]
 
 logger = logging.getLogger("trine")
-
-
-def outermost_modules(optimizers: list[Any]) -> list[Any]:
-    """Modules that hold parameters of these optimizers (of any trainable parameter when there are none) and are
-    in no other module: DistributedDataParallel rather than what it wraps."""
-    wanted = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    # type(), not isinstance: some objects pretend to a class by importing half a library.
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
-    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
-    found = []
-    for module in modules:
-        if id(module) not in inner and _holds(module, wanted):
-            found.append(module)
-    return found
-
-
-def _holds(module: Any, wanted: set[int]) -> bool:
-    try:
-        return any(id(p) in wanted if wanted else p.requires_grad for p in module.parameters())
-    except (AttributeError, RuntimeError):  # half built, or already half gone
-        return False
 
 
 class AutomaticSession(Session):
@@ -166,7 +144,7 @@ class AutomaticSession(Session):
         elif self._last_fetched is not None:
             self._training.add(self._last_fetched)  # a loader made anew, for the next epoch
         if first and self._training:
-            self.loader = _loader_of(self._loaders[next(iter(self._training))])
+            self.loader = loader_of(self._loaders[next(iter(self._training))])
 
     def _add_batch(self, batch: Any) -> None:
         part = self.part
@@ -238,14 +216,6 @@ class AutomaticSession(Session):
         marks[-3] = END
         self.marker.marks = []
         self.marker.end = lambda: marks  # type: ignore[method-assign]
-
-
-def _loader_of(sampler: Any) -> Any:
-    """The ``DataLoader`` whose batches this sampler orders."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), DataLoader) and thing._index_sampler is sampler:
-            return thing
-    return None
 
 
 class Discovery:
@@ -377,7 +347,7 @@ class Discovery:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        if _holds(module, wanted):
+        if holds(module, wanted):
             self._begin(module)
             self._watch(module)
 

@@ -306,6 +306,13 @@ class ObserverSource:
         # On gloo point-to-point begins with the call and ends when its wait returns.
         gloo = worker | (waits & np.char.startswith(raw["name"], b"gloo:"))
         sizes = _sizes(rows)
+        if self._inspector is None and not gloo.all():
+            self._say(
+                "collectives-untimed",
+                "info",
+                "collectives on a device have their issue but no start and end outside deep windows: NCCL's Inspector plugin "
+                "would give them (docs/collectives.md)",
+            )
         return {
             "operation": rows.operation,
             "label": rows.label,

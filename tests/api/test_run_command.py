@@ -296,12 +296,12 @@ def test_a_started_child_is_recorded_by_nobody_and_not_broken(tmp_path: Path) ->
         "import torch\nimport torch.multiprocessing as mp\n\n\ndef work(rank):\n    model = torch.nn.Linear(2, 2)\n"
         "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    for _ in range(3):\n"
         "        model(torch.ones(1, 2)).sum().backward()\n        optimizer.step()\n"
-        "    print('trained', rank, flush=True)\n\n\nif __name__ == '__main__':\n    mp.spawn(work, nprocs=2)\n",
+        "    print('trained', rank, flush=True)\n\n\nif __name__ == '__main__':\n    mp.spawn(work, nprocs=1)\n",
     )
     begun = time.monotonic()
     done = run(tmp_path, "-m", "trine", "run", "spawn.py")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["trained 0", "trained 1"]
+    assert sorted(done.stdout.splitlines()) == ["trained 0"]
     assert "processes that it started are not recorded" in done.stderr
     assert not (tmp_path / "runs").exists()
     assert time.monotonic() - begun < SECONDS
