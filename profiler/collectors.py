@@ -77,6 +77,11 @@ class Collectors:
             self._guard.run("windows", self._windows.after_step, index, duration_ns)
         return counted
 
+    def abandon_step(self) -> None:
+        """The step that was begun will not be: what follows until the next one begins belongs to nobody."""
+        if self._flops is not None:
+            self._guard.run("flops", self._flops.close)
+
     def read_memory(self, time_ns: int) -> None:
         """Memory as it is now, when a reading is due."""
         if self._memory is not None:

@@ -121,10 +121,11 @@ class FlopCounter:
         return {"counted": float(mode.model), "executed": float(mode.model + mode.recomputed)}
 
     def close(self) -> None:
-        """Stop counting in the middle of a step: the loop ended early."""
+        """Stop counting in the middle of a step: the loop ended early. A later step is counted instead."""
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.__exit__(None, None, None)
+            self._over = False
 
 
 def _compiled_code_runs() -> bool:

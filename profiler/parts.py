@@ -123,6 +123,7 @@ class Parts:
         if self.part is not None:
             self.part = None
             self.marker.end()
+            self.collectors.abandon_step()
         if self.progress.pending:
             self.after_step(None)
             self.progress.end(True)

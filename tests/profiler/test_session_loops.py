@@ -22,6 +22,12 @@ from trine.record.errors import UsageError
 MS = 1_000_000
 
 
+def forget_compilation() -> None:
+    """As if nothing had been compiled in this process: FLOPs are not counted where something was."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+
 def test_a_plain_loop(tmp_path: Path) -> None:
     training = Training()
     losses = []
@@ -180,6 +186,25 @@ def test_break(tmp_path: Path, worked: bool) -> None:
                 break
     gc.collect()
     assert len(steps_of(tmp_path / "run")) == (4 if worked else 3)
+
+
+def test_a_break_while_flops_are_counted_leaves_nothing_behind(tmp_path: Path) -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    training = Training()
+    inside = []
+    with training.profile(tmp_path / "run", flops=True) as prof:
+        for number, _ in enumerate(prof.steps(training.loader)):
+            inside.append(_get_current_dispatch_mode())
+            if number == 1:
+                break
+            training.step(_)
+        assert _get_current_dispatch_mode() is None
+        for ids in prof.steps(training.loader):
+            training.step(ids)
+    assert inside[1] is not None  # it was being counted
+    assert _get_current_dispatch_mode() is None
+    assert len(steps_of(tmp_path / "run")) == 7
 
 
 def test_an_exception_passes_unchanged_and_is_said(tmp_path: Path) -> None:
@@ -497,7 +522,7 @@ def test_a_compiled_model_keeps_its_graph(tmp_path: Path) -> None:
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 3
     assert (phase(steps, "forward") > 0).all()
-    torch.compiler.reset()
+    forget_compilation()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -509,7 +534,7 @@ def test_a_compiled_optimizer_step_is_a_step(tmp_path: Path) -> None:
             training.loss(ids).backward()
             step()
     assert len(steps_of(tmp_path / "run")) == 3
-    torch.compiler.reset()
+    forget_compilation()
 
 
 def test_tiny_model_is_what_tests_say() -> None:
