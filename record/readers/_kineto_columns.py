@@ -37,7 +37,7 @@ from ._kineto_events import (
     arguments,
 )
 from ._kineto_stream import Chunk
-from ._kineto_times import nanoseconds, nanoseconds_of_numbers, whole
+from ._kineto_times import as_doubles_say, nanoseconds, nanoseconds_of_numbers, whole
 
 __all__ = ["Columns"]
 
@@ -243,9 +243,12 @@ class Columns:
             marked |= np.array([a.collective is not None for a in args])
             kinds[marked] = COMMUNICATION
             self._keep_collectives("device", events, marked & known, self._device_rows, known)
+        # Durations stay exact, and so do all host times, which nest. Device starts are what a double holds,
+        # so that breakdowns agree to the last digit with every tool that reads the same file through doubles.
+        seen = as_doubles_say(start)
         columns = {
-            "start_ns": start,
-            "end_ns": end,
+            "start_ns": seen,
+            "end_ns": seen + (end - start),
             "kind": kinds,
             "device": whole(
                 [e.pid if a.device is None else a.device for e, a in zip(events, args, strict=True)]

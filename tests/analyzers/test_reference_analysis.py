@@ -1,8 +1,4 @@
-"""``expected.json`` to the last digit it prints, through the whole analysis.
-
-Its times were rounded to doubles (``reference_times`` says how), so the tables are put through the same
-rounding first; the exact tables must agree within that rounding.
-"""
+"""``expected.json`` to the last digit it prints, through the whole analysis."""
 
 from __future__ import annotations
 
@@ -13,9 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from reference_times import GRID_NS, rounded_as_the_reference
 
 import trine
 from trine.analyzers import Analysis, conclude, parse_selection, summarize
@@ -39,20 +33,6 @@ def reference(data: Path, name: str) -> dict[str, Any]:
 @cache
 def ranks_of(data: Path, name: str) -> tuple[Rank, ...]:
     return tuple(trine.load(data / "traces" / "kineto" / name))
-
-
-def rounded(rank: Rank) -> Rank:
-    """Device work and the collectives that are device work, as the reference read them."""
-    rank = rounded_as_the_reference(rank)
-    calls, device = rank.collectives, rank.device
-    if calls is None or device is None:
-        return rank
-    row = calls["device_row"]
-    columns = {
-        **calls.columns,
-        **{name: np.where(row >= 0, device[name][row], calls[name]) for name in ("start_ns", "end_ns")},
-    }
-    return replace(rank, collectives=Table("collectives", columns, calls.strings))
 
 
 def analysed(
@@ -81,7 +61,7 @@ def times(analysis: Analysis, rank: int) -> dict[str, int]:
 @pytest.mark.parametrize("steps", SELECTIONS)
 @pytest.mark.parametrize("name", SETS)
 def test_breakdowns_are_the_references_to_the_last_digit(data: Path, name: str, steps: str) -> None:
-    analysis = analysed(data, name, steps, rounded)
+    analysis = analysed(data, name, steps)
     for rank in analysis.ranks:
         expected = reference(data, name)["ranks"][str(rank.rank)][SELECTIONS[steps]]
         found = times(analysis, rank.rank)
@@ -91,29 +71,15 @@ def test_breakdowns_are_the_references_to_the_last_digit(data: Path, name: str, 
         kernels = [one for one in rank.summary.kernels if one.kind != "copy"]
         if len(rank.summary.kernels) < 100:  # the table of names is not cut
             assert sum(one.calls for one in kernels) == expected["kernels"]
-
-
-@pytest.mark.parametrize("steps", SELECTIONS)
-@pytest.mark.parametrize("name", SETS)
-def test_exact_breakdowns_agree_within_the_references_rounding(data: Path, name: str, steps: str) -> None:
-    analysis = analysed(data, name, steps)
-    for rank in analysis.ranks:
-        expected = reference(data, name)["ranks"][str(rank.rank)][SELECTIONS[steps]]
-        for key, value in times(analysis, rank.rank).items():
-            assert abs(value - expected[key] * 1000) <= 40 * GRID_NS, key
-        breakdown = rank.summary.breakdown
-        assert breakdown is not None
         idle = breakdown.idle
-        assert (
-            idle.data + idle.host + idle.sync + idle.dependency + idle.bubble + idle.other
-            == breakdown.idle_ns
-        )
+        causes = (idle.data, idle.host, idle.sync, idle.dependency, idle.bubble, idle.other)
+        assert sum(causes) == breakdown.idle_ns
 
 
 @pytest.mark.parametrize("name", ["megatron_tp8_a100", "torchrec_straggler_v100"])
 def test_collectives_are_the_references_to_the_printed_digits(data: Path, name: str) -> None:
     expected = reference(data, name)["collectives"]
-    shares = {r.rank: r.communication for r in analysed(data, name, "all", rounded).ranks}
+    shares = {r.rank: r.communication for r in analysed(data, name, "all").ranks}
     for rank, share in shares.items():
         assert share is not None
         key = str(rank)

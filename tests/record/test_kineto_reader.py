@@ -38,9 +38,19 @@ def row(table: Table, index: int) -> dict[str, Any]:
 
 
 def test_times_are_unix_nanoseconds(read: Any) -> None:
-    rank = read(trace(kernel("gemm", 4458676522690.655, 1.001), baseTimeNanoseconds=1711964646000000000))
-    assert rank.device["start_ns"].tolist() == [1711964646000000000 + 4458676522690655]
-    assert (rank.device["end_ns"] - rank.device["start_ns"]).tolist() == [1001]
+    rank = read(trace(operator("mm", 4458676522690.655, 1.001), baseTimeNanoseconds=1711964646000000000))
+    assert rank.host["start_ns"].tolist() == [1711964646000000000 + 4458676522690655]
+    assert (rank.host["end_ns"] - rank.host["start_ns"]).tolist() == [1001]
+
+
+def test_device_starts_are_what_a_double_of_microseconds_holds(read: Any) -> None:
+    absolute = read(trace(kernel("gemm", 1606910596297023, 5.001)))
+    assert absolute.device["start_ns"].tolist() == [round(1606910596297023.0 * 1000)]
+    assert (absolute.device["end_ns"] - absolute.device["start_ns"]).tolist() == [5001]
+    relative = read(trace(kernel("gemm", 4458676522690.655, 1.001), baseTimeNanoseconds=1711964646000000000))
+    from_base = relative.device["start_ns"][0] - 1711964646000000000
+    assert from_base == round(4458676522690.655 * 1000)
+    assert abs(from_base - 4458676522690655) <= 1
 
 
 def test_the_base_time_may_come_after_the_events(read: Any) -> None:
@@ -51,9 +61,9 @@ def test_the_base_time_may_come_after_the_events(read: Any) -> None:
 
 
 def test_absolute_times_keep_every_digit(read: Any) -> None:
-    rank = read(b'[{"ph":"X","cat":"kernel","name":"k","ts":1712195495519695.837,"dur":0.001}]')
-    assert rank.device["start_ns"].tolist() == [1712195495519695837]
-    assert rank.device["end_ns"].tolist() == [1712195495519695838]
+    rank = read(b'[{"ph":"X","cat":"cpu_op","name":"k","ts":1712195495519695.837,"dur":0.001}]')
+    assert rank.host["start_ns"].tolist() == [1712195495519695837]
+    assert rank.host["end_ns"].tolist() == [1712195495519695838]
 
 
 def test_negative_and_missing_durations_are_of_no_length(read: Any) -> None:
@@ -64,8 +74,8 @@ def test_negative_and_missing_durations_are_of_no_length(read: Any) -> None:
 
 
 def test_times_as_text(read: Any) -> None:
-    rank = read(trace(kernel("a", "1606910596297023", "5")))
-    assert rank.device["start_ns"].tolist() == [1606910596297023000]
+    rank = read(trace(operator("a", "1606910596297023", "5")))
+    assert rank.host["start_ns"].tolist() == [1606910596297023000]
 
 
 # --- device work -----------------------------------------------------------------------------------
