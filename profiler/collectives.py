@@ -22,7 +22,7 @@ import numpy as np
 from trine.record.model import MISSING
 
 from .flight import FlightEntry, FlightReader
-from .groups import global_rank, process_groups
+from .groups import global_rank, group_name, process_groups
 from .observer import ObserverSource
 from .observer_build import ensure_built, why_not_built
 from .protocols import CollectiveSource, Note
@@ -194,7 +194,7 @@ class PythonSource:
         operation = standard_operation(method)
 
         def collective(group: Any, *arguments: Any, **named: Any) -> Any:
-            call = _Call(operation, getattr(group, "group_name", None))
+            call = _Call(operation, group_name(group))
             try:
                 work = original(group, *arguments, **named)
             finally:
@@ -224,6 +224,7 @@ class PythonSource:
 
     def drain(self) -> Mapping[str, Sequence[Any]]:
         """Ended calls, and what the flight recorder knows beyond them."""
+        self._tell_fault()
         ready = self._ready()
         process_groups()
         behind = time.time_ns() - time.perf_counter_ns()
@@ -249,7 +250,9 @@ class PythonSource:
         if self._fault is not None and not self._said_fault:
             self._said_fault = True
             told = " ".join(self._fault.split())[:200]
-            self._note("collectives-ends", "info", f"the ends of some collectives are not known ({told})")
+            self._note(
+                "collectives-ends", "info", f"sizes or ends of some collectives are not known ({told})"
+            )
 
     def _ready(self) -> list[_Call]:
         """Calls that ended, or never will be seen to."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from trine.record.model import Group
 
-__all__ = ["GlooThreads", "global_rank", "live_groups", "process_groups"]
+__all__ = ["GlooThreads", "global_rank", "group_name", "live_groups", "process_groups"]
 
 _WORKER = "pt_gloo_runloop"
 
@@ -40,6 +40,14 @@ def process_groups() -> tuple[Group, ...]:
         told = description if description and description != "undefined" else None
         _seen[name] = Group(name, name, told, tuple(sorted(ranks, key=lambda rank: ranks[rank])))
     return tuple(_seen.values())
+
+
+def group_name(group: Any) -> str | None:
+    """The name of a process group; ``None`` for one made by hand, which raises when it is asked."""
+    try:
+        return str(group.group_name)
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def global_rank(group: Any, rank: int) -> int | None:
@@ -85,10 +93,6 @@ class GlooThreads:
     def group(self, thread: int) -> str | None:
         """The group of a thread; ``None`` where it cannot be said."""
         return self._names.get(thread)
-
-    def forget(self) -> None:
-        """Give up what was believed: it was found to be wrong."""
-        self._names = {}
 
 
 def _worker_threads() -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from trine.record.model import MISSING
 
-from .groups import global_rank
+from .groups import global_rank, group_name
 
 __all__ = ["Call", "PointToPointCalls"]
 
@@ -78,7 +78,7 @@ class PointToPointCalls:
                 peer = arguments[1] if len(arguments) > 1 else next(iter(named.values()), None)
                 if method == "recv_anysource" or not isinstance(peer, int):
                     peer = MISSING
-                name = getattr(group, "group_name", None)
+                name = group_name(group)
                 calls.append(
                     Call(threading.get_native_id(), begun, time.perf_counter_ns(), name, _global(group, peer))
                 )

@@ -12,6 +12,7 @@ import pytest
 from rank_pool import RankPool
 
 from trine.profiler import observer
+from trine.profiler.collectives import PythonSource
 from trine.profiler.observer import ObserverSource
 from trine.profiler.observer_build import ensure_built
 from trine.profiler.spelling import standard_operation
@@ -258,6 +259,35 @@ def test_nccl_rows_tell_issue_and_description_but_no_times(library: Path) -> Non
 )
 def test_operations_have_one_spelling(name: str, operation: str) -> None:
     assert standard_operation(name) == operation
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_work_without_a_future_is_said_once(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    from torch._C._distributed_c10d import ProcessGroup
+
+    class Future:
+        def add_done_callback(self, callback: Any) -> None:
+            callback(self)
+
+    class Work:
+        def get_future(self) -> Future:
+            if fails:
+                raise RuntimeError("no future\nhere")
+            return Future()
+
+    monkeypatch.setattr(ProcessGroup, "broadcast", lambda *arguments: Work())
+    notes: list[tuple[str, ...]] = []
+    source = PythonSource(lambda *note: notes.append(note))
+    source.start()
+    try:
+        ProcessGroup.broadcast(ProcessGroup(0, 1), [])
+        source.drain()
+        source.drain()
+    finally:
+        source.stop()
+    told = [message for identity, _, message in notes if identity == "collectives-ends"]
+    assert len(told) == int(fails)
+    assert all("broadcast: no future here" in message for message in told)
 
 
 def test_a_file_that_is_no_observer_is_refused(tmp_path: Path) -> None:
