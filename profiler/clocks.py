@@ -24,7 +24,3 @@ class Anchor:
                 best = (after - before, unix - (before + after) // 2)
         assert best is not None
         self.uncertainty_ns, self.offset_ns = best
-
-    def unix_ns(self, perf_counter_ns: int) -> int:
-        """Unix nanoseconds of a ``perf_counter_ns`` reading."""
-        return perf_counter_ns + self.offset_ns

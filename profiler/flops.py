@@ -66,8 +66,6 @@ class FlopCounter:
         self._first: int | None = None
         self._mode: Any = None
         self._over = False
-        #: Index of the step that was counted, ``None`` before.
-        self.counted_step: int | None = None
 
     def begin_step(self, index: int) -> None:
         """Start counting when this is the step to count."""
@@ -101,7 +99,6 @@ class FlopCounter:
         if mode is None:
             return None
         mode.__exit__(None, None, None)
-        self.counted_step = index
         self._note("flops-step", "info", f"step {index} was slowed down by counting its FLOPs")
         if mode.unknown:
             self._note(
