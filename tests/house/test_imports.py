@@ -201,7 +201,7 @@ def test_importing_trine_loads_nothing_heavy() -> None:
 
 def test_the_command_line_starts_without_torch_or_dash() -> None:
     work = "from trine.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
-    assert not loaded_by(work) & {"torch", "dash", "pandas", "plotly"}
+    assert not loaded_by(work) & {"torch", "dash", "pandas", "plotly", "numpy", "rich"}
 
 
 def test_no_bare_room_is_loaded_at_the_repository_root() -> None:
