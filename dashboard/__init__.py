@@ -30,12 +30,7 @@ def serve(roots: Sequence[str | Path], host: str = "127.0.0.1", port: int = 8050
         from trine.dashboard.server import Server
         from trine.dashboard.service import Service
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in (
-            "dash",
-            "dash_ag_grid",
-            "dash_mantine_components",
-            "flask",
-        ):
+        if (error.name or "trine").split(".")[0] == "trine":  # a fault of ours, not an absent package
             raise
         raise UsageError(
             "the dashboard needs Dash; install it with: pip install 'trine[dashboard]'"

@@ -22,7 +22,7 @@ import sys
 
 from importlib.machinery import PathFinder
 
-ABSENT = ("torch", "dash", "dash_mantine_components", "dash_ag_grid")
+ABSENT = ("torch", "dash", "dash_mantine_components", "dash_ag_grid", "flask", "werkzeug", "plotly")
 find = PathFinder.find_spec
 
 def find_but(name, path=None, target=None):
