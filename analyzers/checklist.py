@@ -135,7 +135,7 @@ def _layout(facts: Facts) -> CheckItem:
         title,
         "unknown",
         f"{words}; which dimensions are parallel was not recorded",
-        "Compare layouts with trine plan.",
+        "Measure other layouts, and compare them with trine compare.",
     )
 
 
@@ -182,7 +182,7 @@ def _spread(facts: Facts) -> float | None:
 
 def _scaling(facts: Facts) -> CheckItem:
     id, title = "linear-scaling", "Throughput grows in proportion to devices"
-    cure = "Run the same work on half the devices and compare: trine scaling RUN…"
+    cure = "Run the same work on half the devices and compare throughput."
     split, late = split_exposed(facts), latest(facts)
     if facts.world < 2 or split is None:
         return CheckItem(id, title, "unknown", "one run at one size cannot show it", cure)
