@@ -19,6 +19,7 @@ __all__ = [
     "breakdown",
     "caused_wait",
     "escape",
+    "level",
     "loss",
     "phase_markers",
     "phases",
@@ -223,16 +224,7 @@ def step_times(analysis: Analysis, ranks: Sequence[RankResult], theme: Theme) ->
             "opacity": 0.22,
             "layer": "below",
         },
-        {
-            "type": "line",
-            "xref": "paper",
-            "x0": 0,
-            "x1": 1,
-            "y0": mid,
-            "y1": mid,
-            "line": {"width": 1.5, "color": colours["computation"]},
-            "layer": "below",
-        },
+        level(mid, colours["computation"], layer="below"),
     ]
     layout = figure_layout(
         theme,
@@ -243,6 +235,20 @@ def step_times(analysis: Analysis, ranks: Sequence[RankResult], theme: Theme) ->
         yaxis={"title": {"text": f"step time, {unit}"}, "rangemode": "tozero"},
     )
     return {"data": data, "layout": layout}
+
+
+def level(y: float, colour: str, dash: str = "solid", **more: Any) -> dict[str, Any]:
+    """A horizontal line across the whole figure, as one of a layout's ``shapes``."""
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": y,
+        "y1": y,
+        "line": {"width": 1.5, "dash": dash, "color": colour},
+        **more,
+    }
 
 
 def loss(ranks: Sequence[RankResult], theme: Theme) -> Figure | None:

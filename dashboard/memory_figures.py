@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trine.dashboard import units
-from trine.dashboard.figures import bars, escape, size_scale, time_scale
+from trine.dashboard.figures import bars, escape, level, size_scale, time_scale
 from trine.dashboard.theme import PALETTES, Theme, figure_layout, mix
 
 if TYPE_CHECKING:
@@ -58,47 +58,29 @@ def memory_over_time(ranks: Sequence[RankResult], theme: Theme) -> Figure | None
                     size_unit,
                 )
             )
-    shapes = (
-        [
-            {
-                "type": "line",
-                "xref": "paper",
-                "x0": 0,
-                "x1": 1,
-                "y0": drawn / size,
-                "y1": drawn / size,
-                "line": {"width": 1.5, "dash": "dash", "color": colours["fault"]},
-            }
-        ]
-        if drawn
-        else []
-    )
-    notes = (
-        [
-            {
-                "xref": "paper",
-                "x": 1,
-                "y": drawn / size,
-                "xanchor": "right",
-                "yanchor": "bottom",
-                "showarrow": False,
-                "text": f"capacity {units.size(drawn)}",
-                "font": {"size": 12, "color": colours["fault"]},
-            }
-        ]
-        if drawn
-        else []
-    )
     layout = figure_layout(
         theme,
         height=320,
-        shapes=shapes,
-        annotations=notes,
+        shapes=[level(drawn / size, colours["fault"], "dash")] if drawn else [],
+        annotations=[_capacity_words(drawn, size, colours["fault"])] if drawn else [],
         showlegend=len(data) > 1,
         xaxis={"title": {"text": f"time, {unit}"}, "showgrid": False},
         yaxis={"title": {"text": size_unit}, "rangemode": "tozero"},
     )
     return {"data": data, "layout": layout}
+
+
+def _capacity_words(capacity: int, scale: float, colour: str) -> dict[str, Any]:
+    return {
+        "xref": "paper",
+        "x": 1,
+        "y": capacity / scale,
+        "xanchor": "right",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "text": f"capacity {units.size(capacity)}",
+        "font": {"size": 12, "color": colour},
+    }
 
 
 def _stairs(

@@ -51,31 +51,13 @@ def body(view: View) -> list[Any]:
         "end": view.state.end_ns,
         "version": view.outcome.version,
     }
-    buttons = [
-        html.Button(sign, className="quiet-button", title=words, **data(timeline=action), **aria(label=words))
-        for action, sign, words in _BUTTONS
-    ]
     hidden = len(view.analysis.source.ranks) - len(ranks)
     note = f"{hidden} more ranks: choose them above." if hidden > 0 else None
     return [
         dcc.Store(id="timeline-spec", data=spec),
         html.Div(
             [
-                html.Div(
-                    [
-                        html.Div(buttons, className="timeline-buttons", role="toolbar"),
-                        html.Span(id="timeline-status", className="quiet", role="status"),
-                        html.Span(id="timeline-newer"),
-                        html.A(
-                            "Download this range",
-                            id="timeline-download",
-                            href="#",
-                            className="quiet-button",
-                            title="As a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing",
-                        ),
-                    ],
-                    className="timeline-bar",
-                ),
+                _toolbar(),
                 html.Div(
                     id="timeline",
                     className="timeline",
@@ -87,19 +69,41 @@ def body(view: View) -> list[Any]:
                     ),
                 ),
                 html.Div(id="timeline-selection", className="timeline-selection", **aria(live="polite")),
-                html.Div(
-                    [
-                        *[html.Span([swatch(kind), words], className="key") for kind, words in _LEGEND],
-                        html.Span(
-                            "Drag to pan, Ctrl + wheel or pinch to zoom, Shift + drag to zoom to a range, double "
-                            "click to zoom to a span, click a thread's name to unfold it.",
-                            className="quiet",
-                        ),
-                    ],
-                    className="timeline-legend",
-                ),
+                _legend(),
             ],
             className="timeline-frame",
         ),
         section("In view", html.Div(id="timeline-table"), note),
     ]
+
+
+def _toolbar() -> html.Div:
+    buttons = [
+        html.Button(sign, className="quiet-button", title=words, **data(timeline=action), **aria(label=words))
+        for action, sign, words in _BUTTONS
+    ]
+    download = html.A(
+        "Download this range",
+        id="timeline-download",
+        href="#",
+        className="quiet-button",
+        title="As a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing",
+    )
+    return html.Div(
+        [
+            html.Div(buttons, className="timeline-buttons", role="toolbar"),
+            html.Span(id="timeline-status", className="quiet", role="status"),
+            html.Span(id="timeline-newer"),
+            download,
+        ],
+        className="timeline-bar",
+    )
+
+
+def _legend() -> html.Div:
+    keys = [html.Span([swatch(kind), words], className="key") for kind, words in _LEGEND]
+    how = (
+        "Drag to pan, Ctrl + wheel or pinch to zoom, Shift + drag to zoom to a range, double click to zoom to a "
+        "span, click a thread's name to unfold it."
+    )
+    return html.Div([*keys, html.Span(how, className="quiet")], className="timeline-legend")
