@@ -110,7 +110,7 @@ def _confidence(facts: Facts, worst: Finding | None) -> Literal["high", "medium"
     errors = any(quality.severity == "error" for quality in facts.analysis.data_quality)
     steps = max((len(rank.durations) for rank in facts.ranks), default=0) or facts.steps
     if errors or steps < FAIR_STEPS:
-        # A loss far above every threshold needs no many steps to be seen.
+        # A loss far above every threshold is seen without many steps.
         clear = not errors and steps > 0 and worst is not None and worst.severity >= CLEAR_SEVERITY
         return "medium" if clear else "low"
     return "high" if steps >= SURE_STEPS and not source.missing_ranks else "medium"

@@ -1,8 +1,9 @@
 """The demo: a real training run on local ranks, measured, explained, changed, measured again.
 
-Five stages, each a process group of its own under torchrun with a limit on its time: measure the machine;
-train plain; analyse; try the recommended changes against the plain loop, alternated; train with those
-that helped. Every figure is measured in this call.
+Six stages: measure the machine; train plain; analyse; try the recommended changes against the plain loop,
+alternated; train with those that helped; report. Those that train run under torchrun, each in processes of
+its own with a limit on its time. Every figure is measured here: in this call, or by an earlier calibration
+of this machine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,17 +162,12 @@ class _Clock:
         self.seconds: dict[str, float] = {}
         self._tell = tell
 
-    def stage(self, name: str, what: str) -> Any:
-        from contextlib import contextmanager
-
-        @contextmanager
-        def timed() -> Any:
-            self._tell(f"[{len(self.seconds) + 1}/{self.STAGES}] {what}")
-            start = time.monotonic()
-            yield
-            self.seconds[name] = time.monotonic() - start
-
-        return timed()
+    @contextmanager
+    def stage(self, name: str, what: str) -> Iterator[None]:
+        self._tell(f"[{len(self.seconds) + 1}/{self.STAGES}] {what}")
+        start = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - start
 
 
 def _place(wanted: int | None, devices: int) -> tuple[int, int]:

@@ -190,11 +190,6 @@ class Engine:
             self._close_step(size_of(batch), tokens_of(batch))
         return mean
 
-    @property
-    def step_index(self) -> int:
-        """Index of the step that is running or comes next."""
-        return self._index
-
     # --- parts ---------------------------------------------------------------------------------
 
     def _contexts(self) -> ExitStack:

@@ -91,11 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
         progress=progress_wanted(),
         convention=arguments.convention,
     )
-    if not hasattr(sys.stdout, "reconfigure"):
-        write_output(_render(analysis, form, arguments), arguments.output)
-        return 0
-    # A terminal that cannot print a bar gets a question mark, not a traceback.
-    sys.stdout.reconfigure(errors="replace")
+    if hasattr(sys.stdout, "reconfigure"):
+        # A terminal that cannot print a bar gets a question mark, not a traceback.
+        sys.stdout.reconfigure(errors="replace")
     write_output(_render(analysis, form, arguments), arguments.output)
     return 0
 
