@@ -146,12 +146,15 @@ def find_mfu(
     seconds = statistics.median_ns / 1e9
     per_rank = {name: _mean(counts, name) for name in (*CONVENTIONS, "executed")}
     used = {name: flops / (seconds * peak) for name, flops in per_rank.items() if flops}
-    chosen = convention or next(
-        (c for s in summaries if (c := (s.metadata.get("flops") or {}).get("convention"))), None
-    )
-    if chosen not in used:
+    chosen = convention or _recorded_convention(summaries)
+    notes: list[Quality] = []
+    if chosen is not None and chosen not in used:
+        known = ", ".join(name for name in used if name != "executed") or "none"
+        message = f"no MFU by the convention {chosen}: its FLOPs per step are not known of every rank (known: {known})"
+        notes.append(Quality("convention-unknown", "info", message))
         chosen = None
     devices = len(counts)
+    provenance = hardware.provenance.get("peak_flops_per_s", "")
     return Mfu(
         value=used[chosen] if chosen else None,
         convention=chosen,
@@ -162,7 +165,7 @@ def find_mfu(
         hfu=used.get("executed"),
         inputs={
             "step_time": f"{seconds:.6g} s, the median over the slowest path (measured)",
-            "peak": f"{peak:.6g} FLOP/s a device, dense {dtype} ({hardware.provenance.get('peak_flops_per_s', '')})",
+            "peak": f"{peak:.6g} FLOP/s a device, dense {dtype} ({provenance})",
             "dtype": f"{dtype} ({evidence})",
             "devices": f"{devices}, one a rank that counted its FLOPs",
             **{
@@ -171,7 +174,12 @@ def find_mfu(
                 if flops
             },
         },
-    ), []
+    ), notes
+
+
+def _recorded_convention(summaries: Sequence[RankSummary]) -> str | None:
+    named = ((summary.metadata.get("flops") or {}).get("convention") for summary in summaries)
+    return next((convention for convention in named if convention), None)
 
 
 def _total(flops: float | None, devices: int) -> float | None:

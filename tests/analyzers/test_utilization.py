@@ -22,7 +22,7 @@ def trained(rank: int = 0, **metadata):
 def mfu_of(*summaries, statistics=STATISTICS, convention=None):
     hardware, _ = find_hardware(summaries)
     mfu, notes = find_mfu(summaries, hardware, statistics, convention)
-    assert (mfu is None) == bool(notes)
+    assert (mfu is None) == ("no-mfu" in {note.id for note in notes})
     return mfu, notes[0].message if notes else None
 
 
@@ -37,14 +37,15 @@ def test_without_a_convention_the_value_is_open_and_the_range_is_given() -> None
 
 
 def test_a_chosen_convention_gives_the_value_over_all_devices() -> None:
-    for mfu, _ in (
+    for mfu, said in (
         mfu_of(trained(0), trained(1), convention="palm"),
         mfu_of(trained(0, flops={**FLOPS, "convention": "palm"}), trained(1)),
     ):
-        assert (mfu.convention, mfu.flops_per_step) == ("palm", 8e13)
+        assert (mfu.convention, mfu.flops_per_step, said) == ("palm", 8e13, None)
         assert mfu.value == pytest.approx(8e13 / (0.5 * 312e12 * 2))
-    mfu, _ = mfu_of(trained(), convention="megatron")
+    mfu, said = mfu_of(trained(), convention="megatron")
     assert mfu.value is None, "a convention that is not known of this run gives no value"
+    assert "megatron" in said and "known: counted, palm" in said
 
 
 def test_kernels_tell_the_precision_in_use_better_than_what_was_declared() -> None:
