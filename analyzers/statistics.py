@@ -2,9 +2,9 @@
 
 Steps of one run are not independent samples of the program: runs differ by more than their steps do
 (placement, clocks, neighbours). So a comparison resamples runs first and steps within them, and asks
-for a minimum effect besides. Without any real change, this rule raised a false alarm in 0 of 100
-comparisons of 3 runs a side whose medians scatter by 2 %, and in 4 of 100 at 5 %; a Mann–Whitney test
-on the steps did in 29 of 100 (``tests/analyzers/test_statistics.py`` simulates it).
+for a minimum effect besides. Without any real change, this rule raises a false alarm in at most 1 of 100
+comparisons of 3 runs a side whose medians scatter by 2 %, and in at most 7 of 100 at 5 %; a Mann–Whitney
+test on the steps does in more than a quarter (``tests/analyzers/test_statistics.py`` simulates both).
 
 The bootstrap of a median needs no resampling of all samples. The j-th order statistic of a resample
 of size n is the sorted sample at index floor(n · U), where U is the j-th order statistic of n

@@ -86,6 +86,24 @@ def test_three_runs_a_side_rarely_cry_wolf(deviation: float, most: float) -> Non
     assert share([ratio.slower for ratio in compare_many(3, deviation, change=1.0)]) <= most
 
 
+def mann_whitney_calls_slower(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
+    """The usual test on steps as if each were a witness of its own: one-sided, at 2.5 %, large samples."""
+    one, other = np.concatenate(first), np.concatenate(second)
+    ranks = np.concatenate([one, other]).argsort().argsort()[: len(one)] + 1
+    statistic = ranks.sum() - len(one) * (len(one) + 1) / 2
+    deviation = np.sqrt(len(one) * len(other) * (len(one) + len(other) + 1) / 12)
+    return bool((statistic - len(one) * len(other) / 2) / deviation > 1.96)
+
+
+def test_a_test_that_takes_steps_for_witnesses_cries_wolf() -> None:
+    generator = np.random.default_rng(7)
+    called = [
+        mann_whitney_calls_slower(simulate(generator, 3, 0.02), simulate(generator, 3, 0.02))
+        for _ in range(400)
+    ]
+    assert share(called) > 0.25  # why runs are resampled first
+
+
 def test_one_run_a_side_would_cry_wolf_and_says_that_it_is_not_several() -> None:
     ratios = compare_many(1, 0.05, change=1.0)
     assert share([ratio.slower for ratio in ratios]) > 0.15  # why one run never fails a check
