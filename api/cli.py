@@ -7,12 +7,16 @@ compared. One clear line on standard error, never a traceback (``TRINE_DEBUG=1``
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import io
 import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn, Protocol, cast
+from pathlib import Path
+from typing import NoReturn, Protocol, TextIO, cast
 
 import trine
 from trine.record.errors import TrineError, UsageError
@@ -66,20 +70,49 @@ def _parser() -> _Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
+    _ready_streams()
     try:
         arguments = _parser().parse_args(argv)
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        # Here, where a full disk still has a message; at the interpreter's end it would have a traceback.
+        sys.stdout.flush()
+        return code
     except TrineError as error:
         return _complain(error, error.exit_code)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except BrokenPipeError:
         # The reader of our output (head, less) went away; that is its right.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         return 0
+    except OSError as error:
+        _silence(sys.stdout)  # what it could not write it would try again at the interpreter's end
+        return _complain(f"{error.strerror or error}{_where(error)}", 2)
     except Exception as error:  # noqa: BLE001 - a user sees one line, never a traceback
         reason = f"unexpected {type(error).__name__}: {error}; set TRINE_DEBUG=1 to see where, and please report it"
         return _complain(reason, 2)
+
+
+def _ready_streams() -> None:
+    """Standard streams that take what comes: closed ones (``>&-``) swallow it, others replace what they cannot print."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as we run
+        elif name == "stdout" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _silence(stream: TextIO) -> None:
+    """Let the rest of a stream go nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor has nothing to lose
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _where(error: OSError) -> str:
+    if error.filename is not None:
+        return f": {error.filename}"
+    return " (while writing to standard output)" if error.errno in (errno.ENOSPC, errno.EIO) else ""
 
 
 def _complain(reason: object, code: int) -> int:
@@ -87,5 +120,14 @@ def _complain(reason: object, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    print(f"trine: {' '.join(str(reason).split())}", file=sys.stderr)
+    line = " ".join(str(reason).split())
+    try:
+        # A name in it may hold escapes that a terminal would obey.
+        print(f"trine: {''.join(_shown(each) for each in line)}", file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)  # the exit code has to say it alone
     return code
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()

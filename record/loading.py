@@ -50,6 +50,8 @@ def _paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
         raise UsageError("no path was given; name a trace, a record's folder or a folder of traces")
     found: list[Path] = []
     for each in given:
+        if not str(each):  # Path("") is the working folder: an unset variable must not analyse that
+            raise UsageError("an empty path was given; is a variable unset? name a trace or a record")
         found += _expand(Path(each).expanduser())
     return list(dict.fromkeys(found))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +15,14 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     from trine.analyzers.run_facts import RunFacts
 
-__all__ = ["add_comparison_options", "load_runs", "progress_wanted", "refuse_repeats", "write_output"]
+__all__ = [
+    "add_comparison_options",
+    "json_text",
+    "load_runs",
+    "progress_wanted",
+    "refuse_repeats",
+    "write_output",
+]
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
@@ -75,13 +84,30 @@ def progress_wanted() -> bool:
     return sys.stderr.isatty()
 
 
+def json_text(content: object) -> str:
+    """``content`` as strict JSON: no NaN, no lone surrogates, and ASCII alone where standard output takes no more."""
+    utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") in ("utf8", "utf8sig")
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    text = text.encode(errors="replace").decode()
+    # Outside its strings JSON is ASCII, so each other character stands in one, where an escape says the same.
+    return (text if utf8 else _ESCAPED.sub(_escape, text)) + "\n"
+
+
+_ESCAPED = re.compile(r"[^\x00-\x7f]")
+
+
+def _escape(match: re.Match[str]) -> str:
+    return json.dumps(match[0])[1:-1]
+
+
 def write_output(text: str, output: Path | None) -> None:
     """Print ``text``, or write it to ``output`` and say so. Raises ``UsageError`` when that fails."""
     if output is None:
         sys.stdout.write(text)
         return
     try:
-        output.write_text(text, encoding="utf-8")
+        # Names that are not UTF-8 come as lone surrogates, which no file can hold.
+        output.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror or error}") from None
     print(f"Wrote {output}", file=sys.stderr)

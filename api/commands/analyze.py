@@ -13,7 +13,6 @@ Exit codes: 0 analysed, whatever came out; 2 bad usage or unreadable input. Neve
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from trine.record.errors import UsageError
 
-from ._runs import progress_wanted, write_output
+from ._runs import json_text, progress_wanted, write_output
 
 if TYPE_CHECKING:
     from trine.analyzers.results import Analysis
@@ -111,7 +110,7 @@ def _render(analysis: Analysis, form: str, arguments: argparse.Namespace) -> str
     from trine.analyzers.reports import html, markdown, text
 
     if form == "json":
-        return json.dumps(to_json(analysis), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return json_text(to_json(analysis))
     if form == "md":
         return markdown.render(analysis, language=arguments.lang)
     if form == "html":
