@@ -5,18 +5,19 @@
 * optimizer: the global step hooks of ``torch.optim``, and ``GradScaler.step``, which may skip the optimizer;
 * data: ``DataLoader`` iteration where the loop does not say which loader feeds it.
 
-Hooks stay valid whatever happens to them: they are functions of this module, so a model is copied and pickled with
-them; without a session, in another thread, or in a forked worker they do nothing; and ``torch.compile`` sees an empty
-function, because a traced clock would be wrong and could break the graph.
+Hooks stay valid whatever happens to them: a model is copied and pickled with them, and its pickle needs no Trine to
+be read; without a session, in another thread, or in a forked worker they do nothing; and ``torch.compile`` sees an
+empty function, because a traced clock would be wrong and could break the graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -64,6 +65,23 @@ def _here() -> Watcher | None:
     if watcher is None or watcher.marker.thread != get_ident():
         return None
     return watcher
+
+
+class _ModuleHook:
+    """A hook that lives in a user's module. In a pickle (``torch.save(model)``) an empty function of the standard
+    library stands in for it: the checkpoint must load where Trine is not installed."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _before_forward(module: Any, arguments: Any) -> None:
@@ -207,8 +225,8 @@ class Hooks:
 
     def watch(self, model: Any) -> None:
         """Hook the forward of one more model."""
-        self._handles.append(model.register_forward_pre_hook(_before_forward))
-        self._handles.append(model.register_forward_hook(_after_forward, always_call=True))
+        self._handles.append(model.register_forward_pre_hook(_ModuleHook(_before_forward)))
+        self._handles.append(model.register_forward_hook(_ModuleHook(_after_forward), always_call=True))
 
     def remove(self) -> None:
         """Take all out. What others have wrapped since stays wrapped; our part in it does nothing any more."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from profiled_loops import LENGTH, TinyModel, Training, phase, read, steps_of
+from profiled_loops import LENGTH, VOCABULARY, TinyModel, Training, phase, read, steps_of
 
 import trine
 from trine.record import events
@@ -434,6 +436,25 @@ def test_models_can_be_copied_and_pickled_inside(tmp_path: Path) -> None:
             pickle.loads(pickle.dumps(training.model))
     assert training.model(ids).shape == average(ids).shape  # hooks of a copy are harmless afterwards
     assert not training.model._forward_hooks and not training.model._forward_pre_hooks
+
+
+def test_a_model_that_was_saved_inside_loads_where_trine_is_not_installed(tmp_path: Path) -> None:
+    training = Training(batches=2)
+    training.model = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    saved = tmp_path / "model.pt"
+    with training.profile(tmp_path / "run") as prof:
+        for ids in prof.steps(training.loader):
+            training.step(ids)
+            torch.save(training.model, saved)
+    code = (
+        "import sys; sys.modules['trine'] = None; import torch; "
+        f"print(torch.load({str(saved)!r}, weights_only=False)(torch.zeros(2, 3, dtype=torch.long)).shape)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert f"torch.Size([2, 3, {VOCABULARY}])" in loaded.stdout, loaded.stderr
 
 
 def test_everything_is_put_back(tmp_path: Path) -> None:
