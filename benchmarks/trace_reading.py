@@ -244,7 +244,7 @@ def measure(command: list[str]) -> Measured:
 def watch(command: list[str]) -> int:
     """Run a command as the only child of this process, and print its wall and processor seconds and peak bytes."""
     begin = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, timeout=TIMEOUT_S)
     wall = time.perf_counter() - begin
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     scale = 1 if sys.platform == "darwin" else 1024

@@ -182,7 +182,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False, timeout=30).returncode:
         pytest.skip("no right to mount a small file system")
     try:
         fill = mount / "filler"
@@ -194,7 +194,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
         assert _train(mount / "run") == _plain()
         assert len(steps_of(mount / "run")) == 6
     finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
+        subprocess.run(["umount", "-l", str(mount)], check=True, timeout=30)
 
 
 def _killed_after(path: Path, seconds: float) -> list[tuple[int, int]]:

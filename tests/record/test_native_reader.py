@@ -129,9 +129,8 @@ def test_a_torn_tail_is_ignored_and_said(tmp_path: Path) -> None:
 def test_a_killed_process_is_told_from_a_running_one(tmp_path: Path) -> None:
     (writer,) = _write(tmp_path / "run", ranks=1)
     path = writer.folder / "rank.json"
-    gone = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
-    )
+    program = [sys.executable, "-c", "import os; print(os.getpid())"]
+    gone = subprocess.run(program, capture_output=True, check=True, timeout=60)
     _change(path, state="running", process=int(gone.stdout))
     rank = native.open_job(tmp_path / "run").rank(0)
     assert rank.metadata["state"] == "killed"
