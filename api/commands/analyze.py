@@ -106,15 +106,21 @@ def _form(arguments: argparse.Namespace) -> str:
 
 
 def _render(analysis: Analysis, form: str, arguments: argparse.Namespace) -> str:
-    from trine.analyzers import to_json
-    from trine.analyzers.reports import html, markdown, text
-
+    """Each form imports what it needs alone: the figures of a page take longer to load than a small trace to read."""
     if form == "json":
+        from trine.analyzers import to_json
+
         return json_text(to_json(analysis))
     if form == "md":
+        from trine.analyzers.reports import markdown
+
         return markdown.render(analysis, language=arguments.lang)
     if form == "html":
+        from trine.analyzers.reports import html
+
         return html.render(analysis, language=arguments.lang)
+    from trine.analyzers.reports import text
+
     terminal = arguments.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size((text.WIDTH, 24)).columns if terminal else text.WIDTH
     return text.render(analysis, colour=terminal and _colour(), width=width, language=arguments.lang)
