@@ -1,7 +1,13 @@
-"""``accumulation``: gradients are averaged over ranks more often than updates need."""
+"""``accumulation``: gradients are averaged over ranks more often than updates need.
+
+``accumulation.steps`` alone does not mend it: it cuts the batch that the loader gives, and one batch sends
+its gradients once either way. What saves is fewer sendings for the same samples: a larger batch from
+the loader, cut, or ``no_sync`` in a loop that takes several batches. So the change is said in words.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from trine.analyzers.results import Finding, Prediction, Recommendation
@@ -12,7 +18,7 @@ from ._facts import Facts
 from ._gain import predict, worth_it
 from ._waits import split_exposed
 
-__all__ = ["ID", "KIND", "find"]
+__all__ = ["ID", "KIND", "find", "micro_batches_of"]
 
 ID = "accumulation"
 KIND: Literal["opportunity"] = "opportunity"
@@ -21,6 +27,14 @@ KIND: Literal["opportunity"] = "opportunity"
 TIMES_SENT = 1.5
 #: Micro-batches suggested where there is one now.
 SUGGESTED = 4
+
+
+def micro_batches_of(facts: Facts) -> int | None:
+    """Forward and backward passes of a step: batches that the loop took, times the parts the engine cut each into."""
+    taken = facts.about("accumulation")
+    cut = facts.about("configuration", "accumulation", "steps")
+    known = [value for value in (taken, cut) if isinstance(value, int) and value >= 1]
+    return math.prod(known) if known else None
 
 
 def times_sent(facts: Facts) -> float | None:
@@ -39,8 +53,8 @@ def find(facts: Facts) -> Finding | None:
     if split is None or not split.transfer or facts.world < 2 or facts.trains is False:
         return None
     exposed_ns = facts.step_part_ns(split.transfer)
-    micro_batches, sent = facts.about("accumulation"), times_sent(facts)
-    if isinstance(micro_batches, int) and micro_batches > 1:
+    micro_batches, sent = micro_batches_of(facts), times_sent(facts)
+    if micro_batches is not None and micro_batches > 1:
         return _each_micro_batch(facts, exposed_ns, micro_batches, sent)
     # One micro-batch: only where communication is a fault is a larger global batch worth naming.
     if micro_batches != 1 or split.transfer < exposed_communication.threshold(facts):
@@ -56,13 +70,15 @@ def find(facts: Facts) -> Finding | None:
         return None
     return _finding(
         facts,
-        f"Averaging gradients every {SUGGESTED} micro-batches instead of every one would save {{gain}} of each",
+        f"Gradients are sent with every batch: sending them once for {SUGGESTED} would save, at equal samples, {{gain}} of each",
         prediction,
         Recommendation(
-            change={"accumulation.steps": SUGGESTED},
-            why="Accumulate gradients locally and average them once per update: the same compute, a fraction "
-            "of the communication.",
-            numerics="a larger global batch trains differently: re-tune the learning rate, or make the micro-batch smaller",
+            change={},
+            why=f"Let the loader give {SUGGESTED} times the batch and set accumulation.steps = {SUGGESTED}, which cuts it "
+            "into passes of today's size and sends gradients once (accumulation.steps alone cuts today's batch, which "
+            f"saves memory but sends as often); in a loop of your own, step at every {SUGGESTED}th batch and leave the "
+            "average out before it (no_sync).",
+            numerics=f"{SUGGESTED} times the global batch trains differently: re-tune the learning rate and its schedule",
             predicted=prediction,
         ),
         {"times_sent": sent, "micro_batches": 1},
@@ -89,8 +105,9 @@ def _each_micro_batch(
         f"Gradients are sent {sent:.1f} times a step, though one update needs them once: {{gain}} of each",
         prediction,
         Recommendation(
-            change={"accumulation.steps": micro_batches},
-            why="Skip the average on all micro-batches but the last (no_sync); engine.train_step does so.",
+            change={},
+            why="Leave the average out on all micro-batches but the last: DistributedDataParallel's no_sync() around them, "
+            f"or the whole batch to engine.train_step with accumulation.steps = {micro_batches}.",
             numerics="unchanged but for the order of sums",
             predicted=prediction,
         ),

@@ -10,6 +10,7 @@ from trine.analyzers.units import duration, percent, size
 from ._facts import Facts
 from ._gain import predict, worth_it
 from ._memory import Fill, fullest
+from .accumulation import micro_batches_of
 
 __all__ = ["ID", "KIND", "find"]
 
@@ -77,8 +78,8 @@ def _keep_activations(facts: Facts) -> Recommendation | None:
 
 def _bigger_micro_batch(facts: Facts, fill: Fill) -> Recommendation | None:
     """Fewer, larger micro-batches: what every micro-batch pays again is the host's idle time."""
-    steps = facts.about("accumulation")
-    if not isinstance(steps, int) or steps < 2:
+    steps = micro_batches_of(facts)
+    if steps is None or steps < 2:
         return None
     idle = facts.part(lambda rank: rank.window(lambda b: b.idle.host + b.idle.dependency))
     if idle is None:
@@ -95,9 +96,14 @@ def _bigger_micro_batch(facts: Facts, fill: Fill) -> Recommendation | None:
         "idle time between launches × (1 − micro-batches after ÷ before)",
         {"micro_batches": steps, "times_larger": times},
     )
+    # The key cuts a batch of the loader; where the loop gathers several batches, the loop is what to change.
+    cut = facts.about("configuration", "accumulation", "steps") == steps
     return Recommendation(
-        change={"accumulation.steps": steps // times},
-        why=f"Make the micro-batch {times} times larger and accumulate as much less: the global batch stays.",
+        change={"accumulation.steps": steps // times} if cut else {},
+        why=f"Make the micro-batch {times} times larger and accumulate as much less: the global batch stays."
+        if cut
+        else f"Let the loader give {times} times the batch and accumulate {steps // times} instead of {steps} of them: "
+        "the global batch stays.",
         numerics="the same samples in each update; sums are reordered",
         predicted=prediction,
     )

@@ -143,6 +143,11 @@ def _steps(content: Content, rank: Rank) -> Table | None:
     order = np.argsort(parts["start_ns"], kind="stable")
     parts = {name: column[order] for name, column in parts.items()}
     steps, whole = merge_parts(parts)
+    if whole.any():
+        # A step that takes several batches before its update lies in as many parts.
+        first = np.flatnonzero(np.r_[True, np.diff(parts["index"]) != 0])
+        batches = np.diff(np.r_[first, len(parts["index"])])[whole]
+        rank.metadata.setdefault("accumulation", int(np.median(batches)))
     # While training runs, the last one is no news.
     known = whole[:-1] if rank.metadata.get("state") == "running" else whole
     left = int((~known).sum())

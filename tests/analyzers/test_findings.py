@@ -550,11 +550,16 @@ def test_recomputation_that_is_not_needed() -> None:
 
 
 def test_small_micro_batches_with_memory_to_spare() -> None:
-    small = metadata(CUDA, accumulation=8)
+    small = metadata(CUDA, accumulation=1, configuration={"accumulation": {"steps": 8}})
     window = breakdown(idle={"host": 0.14})
     finding = found(two(memory=device_memory(20), window=window, metadata=small))["memory-headroom"]
     assert finding.recommendation is not None
     assert finding.recommendation.change == {"accumulation.steps": 4}
+    # A loop that gathers eight batches is no business of the key, which cuts a batch.
+    gathers = metadata(CUDA, accumulation=8)
+    finding = found(two(memory=device_memory(20), window=window, metadata=gathers))["memory-headroom"]
+    assert finding.recommendation is not None
+    assert finding.recommendation.change == {} and "4 instead of 8" in finding.recommendation.why
 
 
 def test_gradients_sent_with_every_micro_batch() -> None:
@@ -562,8 +567,22 @@ def test_gradients_sent_with_every_micro_batch() -> None:
     analysis = replace(exposed(0.3, wait=0.1, accumulation=4), collectives=rows)
     finding = found(analysis)["accumulation"]
     assert finding.evidence["times_sent"] == pytest.approx(4.0)
+    assert finding.recommendation is not None
+    assert finding.recommendation.change == {} and "no_sync" in finding.recommendation.why
     once = replace(exposed(0.3, wait=0.1, accumulation=4), collectives=(all_reduce(),))
     assert "accumulation" not in found(once)
+
+
+def test_the_runtimes_accumulation_alone_is_not_said_to_save_communication() -> None:
+    """It cuts one batch; a batch sends its gradients once, cut or not."""
+    finding = found(exposed(0.4, wait=0.1, accumulation=1, data_parallel=None))["accumulation"]
+    assert finding.recommendation is not None
+    assert finding.recommendation.change == {}
+    assert "4 times the batch" in finding.recommendation.why
+    assert finding.recommendation.numerics is not None
+    assert "4 times the global batch" in finding.recommendation.numerics
+    cut = exposed(0.4, wait=0.1, accumulation=1, configuration={"accumulation": {"steps": 4}})
+    assert "accumulation" not in found(cut), "the engine sends once already"
 
 
 def test_few_large_buckets_leave_nothing_to_overlap() -> None:

@@ -51,6 +51,20 @@ def test_a_run_opens_with_its_ranks(tmp_path: Path) -> None:
     assert not rank.quality
 
 
+def test_batches_that_a_step_gathers_are_counted(tmp_path: Path) -> None:
+    writer = RankWriter(tmp_path / "run", 0, 1)
+    rows = step_rows(0, 12)
+    rows["index"] = rows["index"] // 3
+    rows["complete"] = [0, 0, 1] * 4
+    writer.append({"parts": rows})
+    writer.close({"state": "finished"})
+    rank = native.open_job(tmp_path / "run").rank(0)
+    assert rank.steps is not None and len(rank.steps) == 4
+    assert rank.metadata["accumulation"] == 3
+    _write(tmp_path / "plain", ranks=1)
+    assert native.open_job(tmp_path / "plain").rank(0).metadata["accumulation"] == 1
+
+
 def test_rank_folders_of_several_hosts_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "joined")
     for host in (0, 1):
