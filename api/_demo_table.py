@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,4 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    import textwrap
-
     return textwrap.wrap(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

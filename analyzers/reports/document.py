@@ -9,7 +9,7 @@ own language. Numbers that are drawn stay numbers beside the words that print th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +26,7 @@ __all__ = [
     "Series",
     "Table",
     "clean",
+    "fitting",
     "shorten",
 ]
 
@@ -49,6 +50,23 @@ def shorten(text: str, most: int) -> str:
         return text
     head = (most - 1) * 2 // 3
     return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
+
+
+def fitting(sections: Iterable[tuple[str, str]], room: int) -> tuple[list[str], list[str]]:
+    """Of (title, rendered) sections: those that fit into ``room`` bytes of UTF-8, and the titles of the others.
+
+    A section that does not fit is left out and later ones are still tried: what to do is worth more than one
+    long table.
+    """
+    parts, left = [], []
+    for title, rendered in sections:
+        used = len(rendered.encode())
+        if used > room:
+            left.append(title)
+            continue
+        room -= used
+        parts.append(rendered)
+    return parts, left
 
 
 @dataclass(frozen=True, slots=True)

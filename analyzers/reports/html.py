@@ -24,6 +24,7 @@ from .document import (
     Section,
     Series,
     Table,
+    fitting,
     shorten,
 )
 from .wording import words
@@ -48,16 +49,7 @@ def render(analysis: Analysis, *, language: str = "en") -> str:
     text = words(language)
     head = _head(document, text, language)
     room = MOST_BYTES - len(head.encode()) - 4_000
-    parts: list[str] = []
-    left: list[str] = []
-    for section in document.sections:
-        body = _section(section, text)
-        used = len(body.encode())
-        if used > room:
-            left.append(section.title)
-            continue
-        room -= used
-        parts.append(body)
+    parts, left = fitting(((each.title, _section(each, text)) for each in document.sections), room)
     if left:
         cut = text["cut"].format(limit=f"{MOST_BYTES // 1_000_000} MB", what=", ".join(left))
         parts.append(f'<p class="note">{escape(cut)}</p>')
@@ -69,6 +61,8 @@ def _head(document: Document, text: Mapping[str, str], language: str) -> str:
     sides = "".join(
         f'<li><span class="key side-{side}"></span>{escape(label)}</li>' for side, label in document.sides
     )
+    if sides:
+        sides += f"<li>{escape(text['at_work'])}</li>"
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in document.facts)
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in document.sections)
     glyph = figures.glyph(document.triangle, document.hull, [label for _, label in document.sides])
@@ -149,6 +143,8 @@ def _finding(card: FindingCard, text: Mapping[str, str]) -> str:
     change = "\n".join(f"{key} = {value}" for key, value in card.change)
     evidence = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in card.evidence)
     rows = [(text["gain"], card.gain), (text["side_effect"], card.numerics), (text["why"], card.why)]
+    if sides:
+        sides += f"<li>{escape(text['at_work'])}</li>"
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in rows if value)
     return (
         f'<article class="finding {card.kind}"><p class="kind">{escape(card.kind_words)} · {escape(card.severity)}'

@@ -22,6 +22,7 @@ from .document import (
     Section,
     Series,
     Table,
+    fitting,
     shorten,
 )
 from .wording import words
@@ -44,22 +45,13 @@ def render(analysis: Analysis, *, language: str = "en") -> str:
     """The report as Markdown, at most :data:`MOST_BYTES` bytes of UTF-8."""
     document = compose(analysis, language=language, most_ranks=MOST_RANKS, most_rows=MOST_ROWS)
     text = words(language)
-    parts = [_head(document)]
-    left: list[str] = []
-    room = MOST_BYTES - len(parts[0].encode()) - 1_000
-    for section in document.sections:
-        body = _section(section)
-        used = len(body.encode())
-        # What to do is worth more than what follows: leave out what does not fit, keep what does.
-        if used > room:
-            left.append(section.title)
-            continue
-        room -= used
-        parts.append(body)
+    head = _head(document, text)
+    room = MOST_BYTES - len(head.encode()) - 1_000
+    parts, left = fitting(((each.title, _section(each)) for each in document.sections), room)
     if left:
         limit = f"{MOST_BYTES // 1000} kB"
         parts.append("> " + _escape(text["cut"].format(limit=limit, what=", ".join(left))))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([head, *parts]) + "\n"
 
 
 def _escape(text: str) -> str:
@@ -70,14 +62,14 @@ def _cell(text: str) -> str:
     return _escape(shorten(text, MOST_CELL))
 
 
-def _head(document: Document) -> str:
+def _head(document: Document, text: Mapping[str, str]) -> str:
     mark = {"fault": "🟠", "healthy": "🟢", "unknown": "⚪"}[document.bound]
     sides = " · ".join(_escape(words_of_side) for _, words_of_side in document.sides)
     lines = [
         f"## {_escape(document.title)}",
         f"{mark} **{_escape(document.verdict)}**",
         _escape(document.subtitle),
-        f"{sides} · {_escape(document.confidence)}" if sides else _escape(document.confidence),
+        f"{sides} {_escape(text['at_work'])} · {_escape(document.confidence)}" if sides else _escape(document.confidence),
         " · ".join(f"{_escape(label)}: {_escape(value)}" for label, value in document.facts),
     ]
     return "\n\n".join(lines)
