@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from trine.profiler.conventions import convention_flops
 from trine.profiler.flops import FlopCounter, attention_backward_flops, attention_flops
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    """As in a process that has compiled nothing, whatever tests ran before in this one."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    before = dynamo.counters["stats"].pop("unique_graphs", None) if dynamo is not None else None
-    yield
-    if before is not None:
-        dynamo.counters["stats"]["unique_graphs"] += before
 
 
 def count(step: Callable[[], Any], notes: list[Any] | None = None) -> dict[str, float] | None:
