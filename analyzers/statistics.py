@@ -166,8 +166,10 @@ def find_warm_up(samples: npt.ArrayLike) -> int:
     """How many leading steps are warm-up (compilation, caches, the allocator's first growth).
 
     The steady level is the median of the second half, its spread the MAD of that half. Warm-up ends
-    before the first two steps in a row that lie no more than five deviations above the level. At
-    most half of the steps are warm-up; with fewer than four steps nothing can be told, and it is 0.
+    before the first two steps in a row that lie no more than five deviations above the level, and
+    before the first step that does not stand out as slow (:func:`find_outliers`) from those after it:
+    what starts a run is never an outlier of it. At most half of the steps are warm-up; with fewer
+    than four steps nothing can be told, and it is 0.
 
     ``samples``: step times in order, shape (steps,), one unit.
     """
@@ -177,10 +179,10 @@ def find_warm_up(samples: npt.ArrayLike) -> int:
         return 0
     level, spread = _level_and_spread(values[half:])
     steady = values <= level + _OUTLIER_DEVIATIONS * spread
-    for start in range(half):
-        if steady[start : start + _SETTLED].all():
-            return start
-    return half
+    start = next((at for at in range(half) if steady[at : at + _SETTLED].all()), half)
+    while start < half and 0 in find_outliers(values[start:]) and values[start] > np.median(values[start:]):
+        start += 1
+    return start
 
 
 def find_outliers(samples: npt.ArrayLike) -> tuple[int, ...]:

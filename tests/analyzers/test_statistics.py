@@ -163,6 +163,23 @@ def test_warm_up_ends_where_steps_settle() -> None:
     assert find_warm_up([500.0, 100.0, 100.0]) == 0  # too few to tell
 
 
+def test_the_first_steps_are_warm_up_or_ordinary_but_never_outliers() -> None:
+    """Where the second half scatters more than the rest, the start may lie within its spread and yet stand out."""
+    steady = [100.0, 100.5, 99.5, 100.2, 99.8, 100.1, 99.9, 100.3, 99.7, 100.4]
+    restless = [100.0, 110.0, 90.0, 112.0, 88.0, 105.0, 95.0, 108.0, 92.0, 100.0, 101.0, 99.0]
+    samples = np.array([130.0, 128.0, *steady, *restless])
+    assert find_warm_up(samples) == 2
+    assert not {0, 1} & set(find_outliers(samples[find_warm_up(samples) :]))
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=40))
+def test_no_steady_step_at_the_start_is_slow(samples: list[float]) -> None:
+    warm_up = find_warm_up(samples)
+    if warm_up < len(samples) // 2:
+        steady = np.array(samples[warm_up:])
+        assert not (0 in find_outliers(steady) and steady[0] > np.median(steady))
+
+
 @given(st.lists(st.floats(1, 1e9), max_size=40))
 def test_warm_up_never_takes_more_than_half(samples: list[float]) -> None:
     assert 0 <= find_warm_up(samples) <= len(samples) // 2
