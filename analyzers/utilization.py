@@ -88,16 +88,17 @@ def _declared_memory(summaries: Sequence[RankSummary]) -> int | None:
 
 
 def _with_peaks(name: str, count: int, peaks: Peaks, summaries: Sequence[RankSummary]) -> Hardware:
-    how = "measured" if peaks.measured else "looked up"
-    provenance = {"peak_flops_per_s": f"{how}: {peaks.source}"}
+    # A calibration's source says itself that it was measured, where and when.
+    source = peaks.source if peaks.measured else f"looked up: {peaks.source}"
+    provenance = {"peak_flops_per_s": source}
     declared = _declared_memory(summaries)
     if declared:
         provenance["memory_bytes"] = "declared: named by the record"
     elif peaks.memory_bytes:
-        provenance["memory_bytes"] = f"{how}: {peaks.source}"
+        provenance["memory_bytes"] = source
     for key in ("memory_bytes_per_s", "link_bytes_per_s"):
         if getattr(peaks, key) is not None:
-            provenance[key] = f"{how}: {peaks.source}"
+            provenance[key] = source
     return Hardware(
         name=name,
         count=count,
