@@ -7,6 +7,7 @@ GitHub renders comments of at most 65,536 characters and files of more; this sta
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from trine.analyzers.results import Analysis
 
@@ -69,7 +70,9 @@ def _head(document: Document, text: Mapping[str, str]) -> str:
         f"## {_escape(document.title)}",
         f"{mark} **{_escape(document.verdict)}**",
         _escape(document.subtitle),
-        f"{sides} {_escape(text['at_work'])} · {_escape(document.confidence)}" if sides else _escape(document.confidence),
+        f"{sides} {_escape(text['at_work'])} · {_escape(document.confidence)}"
+        if sides
+        else _escape(document.confidence),
         " · ".join(f"{_escape(label)}: {_escape(value)}" for label, value in document.facts),
     ]
     return "\n\n".join(lines)

@@ -100,6 +100,8 @@ class _Writer:
         parts: list[str | tuple[str, str]] = []
         for side, words_of_side in document.sides:
             parts += [("● ", COLOURS[side]), words_of_side + "  "]
+        if document.sides:
+            parts.append(self.text["at_work"] + "  ")
         self.line(*parts, (document.confidence, "dim"))
         for section in document.sections:
             self.section(section)

@@ -31,6 +31,7 @@ ENGLISH: Mapping[str, str] = {
     "computation": "computation",
     "communication": "communication",
     "memory": "memory",
+    "at_work": "of the time at work",
     "idle": "idle",
     "step_time": "step time",
     # findings
@@ -157,7 +158,7 @@ ENGLISH: Mapping[str, str] = {
     "more_ranks": "{left} more ranks not shown; those shown are the slowest and the most waiting",
     "figure_table": "numbers",
     "cut": "This report was cut to {limit}: {what} left out. trine analyze --format json has everything.",
-    "triangle_note": "The triangle places the run between its three sides by what its step is spent on; one dot a rank.",
+    "triangle_note": "The triangle places the run between its three sides by what its time at work is spent on (idle time, the loader and Python belong to no side); one dot a rank.",
     "footer": "Shares, terms and formulas: docs/findings.md and docs/reports.md",
 }
 
