@@ -19,9 +19,9 @@ from .selection import Selection, parse_selection
 
 __all__ = ["analyze"]
 
-#: Bytes of input from which a pool pays: a worker needs a third of a second to start, in which one
-#: process reads about 20 MB of plain JSON.
-_WORTH_A_POOL = 40_000_000
+#: Bytes of input from which a pool pays: two workers need half a second to start, in which one process
+#: reads about 50 MB of plain JSON; half of the reading must be longer than that.
+_WORTH_A_POOL = 100_000_000
 #: How much larger a trace is than its gzip file.
 _COMPRESSION = 15
 
