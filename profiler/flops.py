@@ -154,6 +154,11 @@ def _counting_mode() -> Any:
             self.unknown: set[str] = set()
             self._twice_differentiable: dict[int, bool] = {}
 
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            """Else torch.compile leaves what it first meets in this step uncompiled for the rest of the run."""
+            return True
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:

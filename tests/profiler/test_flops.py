@@ -175,6 +175,27 @@ def test_compiled_code_is_neither_counted_nor_disturbed() -> None:
         counters["stats"].update(before)
 
 
+def test_code_that_is_compiled_while_it_is_counted_is_compiled_as_ever() -> None:
+    from torch._dynamo.utils import counters
+
+    before = dict(counters["stats"])
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    model = torch.compile(torch.nn.Linear(8, 8), backend="aot_eager")
+    data = torch.randn(2, 8)
+    try:
+        notes: list[Any] = []
+        assert count(lambda: model(data).sum().backward(), notes) is None
+        assert counters["stats"]["unique_graphs"] == 1  # not left out
+        model(data).sum().backward()
+        assert counters["stats"]["unique_graphs"] == 1  # nor compiled again
+        assert "flops-compiled" in [note[0] for note in notes]
+    finally:
+        torch._dynamo.reset()
+        counters["stats"].clear()
+        counters["stats"].update(before)
+
+
 def test_a_loop_that_ends_within_the_counted_step_leaves_no_mode() -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
