@@ -15,9 +15,11 @@ from trine.demo import DemoResult, Measured, Outcome, Side
 
 __all__ = ["render"]
 
+WIDTH = 100
+
 
 def render(result: DemoResult) -> str:
-    """The whole table, at most 100 columns wide."""
+    """The whole table, at most :data:`WIDTH` columns wide; paths are never cut."""
     lines = [
         "",
         *_changes(result),
@@ -56,7 +58,7 @@ def _changes(result: DemoResult) -> list[str]:
         f"Gains are milliseconds a step. Measured: medians of {rounds} alternated rounds with their 95 % intervals. "
         f"Predicted from: {', '.join(bases)}; together, each on what the others leave."
     )
-    return [*_table(rows), *_wrapped(notes, "")]
+    return [*_narrow_table(rows), *_wrapped(notes, "")]
 
 
 def _setting_lines(change: Mapping[str, Any]) -> list[str]:
@@ -200,5 +202,22 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
+def _narrow_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table, or one whose first column stands on lines of its own: on a slow machine figures are long."""
+    table = _table(rows)
+    if max(map(len, table)) <= WIDTH:
+        return table
+    lines: list[str] = []
+    figures = ""
+    for row, rest in zip(rows, _table([row[1:] for row in rows]), strict=True):
+        if rest:  # a row without figures is one more setting of the change above
+            lines += [figures] if figures else []
+            figures = f"  {rest}"
+        lines.append(row[0])
+    return [*lines, figures]
+
+
 def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

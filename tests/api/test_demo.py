@@ -14,7 +14,7 @@ from trine._demo_changes import Candidate, candidates, with_pieces
 from trine._demo_table import render
 from trine.analyzers.results import Finding, Gain, Prediction, Recommendation
 from trine.cli import main
-from trine.demo import DemoResult, Options, Outcome, run_demo
+from trine.demo import DemoResult, Measured, Options, Outcome, run_demo
 from trine.optim import Config
 from trine.record.errors import UsageError
 
@@ -85,6 +85,20 @@ class TestDemo:
         ledger = json.loads((result.config_path.parent / "demo.json").read_text())
         assert ledger["schema"] == "trine.demo/1"
         assert len(ledger["changes"]) == len(result.outcomes)
+
+    def test_the_table_of_a_slow_machine_is_no_wider(self, demo: tuple[DemoResult, list[str]]) -> None:
+        result, _ = demo
+        slow = Measured(12.3456, -11.1111, 13.3333, 9)
+        change = {"communication.bucket_mib": 12.34, "communication.gradient_as_view": True}
+        candidate = Candidate(
+            "buckets", change, Gain(-(10**10), 10**10, 2 * 10**10), "α and β of this machine"
+        )
+        outcome = Outcome(candidate, slow, False, (1.1, 0.9, 1.2), ())
+        text = render(replace(result, outcomes=(outcome, *result.outcomes), together=slow))
+        folder = str(result.config_path.parent)
+        assert all(len(line) <= 100 for line in text.splitlines() if folder not in line)
+        assert "12346 (-11111 to 13333)" in text and "left out: no clear change" in text
+        assert "communication.gradient_as_view = true" in text
 
     def test_a_full_folder_is_refused(self, demo: tuple[DemoResult, list[str]]) -> None:
         with pytest.raises(UsageError, match="not empty"):
