@@ -230,7 +230,7 @@ def test_a_configuration_that_needs_no_code_is_applied(tmp_path: Path) -> None:
 
 
 PARALLEL = """
-import os, sys
+import pathlib, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -244,8 +244,14 @@ for _ in range(6):
     optimizer.step()
     optimizer.zero_grad()
 dist.destroy_process_group()
-print("done", rank, sys.argv[1:])
+print("done", rank, sys.argv[1:], flush=True)
 if "fail" in sys.argv and rank == 1:
+    # The launcher ends the other rank as soon as this one fails: wait until its record is closed.
+    other = pathlib.Path("out/rank-00000/rank.json")
+    for _ in range(300):
+        if other.exists() and '"finished"' in other.read_text():
+            break
+        time.sleep(0.1)
     sys.exit(3)
 """
 
