@@ -75,8 +75,8 @@ class FlopCounter:
             return
         if self._first is None:
             self._first = index
-        if self._over or index < self._first + COUNTED_STEP:
-            return
+        if self._over or index < self._first + COUNTED_STEP or _active_modes():
+            return  # a mode of the loop's own may be left before this step ends: a later step is counted
         self._over = True
         if _compiled_code_runs():
             self._note(
@@ -98,7 +98,7 @@ class FlopCounter:
         mode, self._mode = self._mode, None
         if mode is None:
             return None
-        mode.__exit__(None, None, None)
+        _leave(mode)
         self._note("flops-step", "info", f"step {index} was slowed down by counting its FLOPs")
         if mode.unknown:
             self._note(
@@ -121,7 +121,7 @@ class FlopCounter:
         """Stop counting in the middle of a step: the loop ended early. A later step is counted instead."""
         mode, self._mode = self._mode, None
         if mode is not None:
-            mode.__exit__(None, None, None)
+            _leave(mode)
             self._over = False
 
 
@@ -130,6 +130,35 @@ def _compiled_code_runs() -> bool:
     dynamo = sys.modules.get("torch._dynamo.utils")
     # Wrappers alone do not count: libraries decorate functions that a run never calls.
     return dynamo is not None and bool(dynamo.counters["stats"].get("unique_graphs", 0))
+
+
+def _active_modes() -> list[Any]:
+    """Dispatch modes of this thread, outermost first. torch is imported here."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())
+
+
+def _leave(mode: Any) -> None:
+    """Leave the mode, also from under one that the loop has entered since and not left yet.
+
+    Leaving takes the innermost mode, whichever that is. So ours is taken out by hand, and the mode above it will put
+    back what ours had found (``old_*_flags`` of ``TorchDispatchMode``).
+    """
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+    modes = _active_modes()
+    if mode not in modes or modes[-1] is mode:
+        mode.__exit__(None, None, None)
+        return
+    inside = modes[modes.index(mode) + 1 :]
+    for _ in (mode, *inside):
+        _pop_mode()
+    for name, found in vars(mode).items():
+        if name.startswith("old_") and found and vars(inside[0]).get(name):
+            vars(inside[0])[name][-1] = found[-1]
+    for other in inside:
+        _push_mode(other)
 
 
 def _counting_mode() -> Any:

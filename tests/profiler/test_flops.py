@@ -196,6 +196,51 @@ def test_code_that_is_compiled_while_it_is_counted_is_compiled_as_ever() -> None
         counters["stats"].update(before)
 
 
+def test_a_mode_of_the_loop_that_outlives_the_counted_step_is_kept() -> None:
+    from torch.utils import _python_dispatch as modes
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flags() -> dict[str, bool]:
+        return {name: value for name, value in vars(modes).items() if name.startswith("_is_in_")}
+
+    before = flags()
+    layer, data = torch.nn.Linear(4, 8), torch.ones(2, 4)
+    counter = FlopCounter(lambda *note: None)
+    counter.begin_step(0)
+    counter.end_step(0)
+    counter.begin_step(1)
+    theirs = FlopCounterMode(display=False)
+    theirs.__enter__()
+    layer(data)
+    assert counter.end_step(1) == {"counted": 128.0, "executed": 128.0}
+    layer(data)
+    theirs.__exit__(None, None, None)
+    layer(data)
+    assert theirs.get_total_flops() == 256
+    assert modes._get_current_dispatch_mode() is None
+    assert flags() == before
+
+
+def test_a_step_that_begins_under_a_mode_of_the_loop_is_not_counted() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layer, data = torch.nn.Linear(4, 8), torch.ones(2, 4)
+    counter = FlopCounter(lambda *note: None)
+    counter.begin_step(0)
+    counter.end_step(0)
+    theirs = FlopCounterMode(display=False)
+    theirs.__enter__()
+    counter.begin_step(1)
+    layer(data)
+    theirs.__exit__(None, None, None)
+    layer(data)
+    assert counter.end_step(1) is None
+    assert theirs.get_total_flops() == 128
+    counter.begin_step(2)
+    layer(data)
+    assert counter.end_step(2) == {"counted": 128.0, "executed": 128.0}
+
+
 def test_a_loop_that_ends_within_the_counted_step_leaves_no_mode() -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
