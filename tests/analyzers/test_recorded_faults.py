@@ -63,9 +63,19 @@ def faults(analysis: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {finding["id"]: finding for finding in analysis["findings"] if finding["kind"] == "fault"}
 
 
+def others_compute() -> bool:
+    """Whether more than the two ranks wanted this machine's cores in the last minute."""
+    return os.getloadavg()[0] > max(os.cpu_count() or 1, 2) + 0.5
+
+
 def test_a_healthy_run_yields_no_fault(tmp_path: Path) -> None:
-    train(tmp_path / "run", "healthy")
-    analysis = explain(tmp_path / "run")
+    # A program that takes one rank's core makes that rank a straggler indeed. On a machine that is busy with
+    # other things the run is repeated: a false alarm comes back.
+    for attempt in ("first", "second", "third"):
+        train(tmp_path / attempt, "healthy")
+        analysis = explain(tmp_path / attempt)
+        if not faults(analysis) or not others_compute():
+            break
     assert faults(analysis) == {}, analysis["verdict"]["sentence"]
     assert {"input-bound", "optimizer-bound"} <= {item["id"] for item in analysis["not_bound_by"]}
 
