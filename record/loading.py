@@ -12,6 +12,7 @@ from typing import Protocol, cast
 from . import readers
 from .errors import UnreadableInput, UsageError
 from .model import Job
+from .readers._strangers import name_of
 
 __all__ = ["load"]
 
@@ -91,11 +92,19 @@ def _reader_of(path: Path) -> Reader:
         if reader.recognizes(path):
             return reader
         known.append(reader.FORMAT)
+    stranger = name_of(path)
+    if stranger is not None:
+        holds = "holds" if path.is_dir() else "is"
+        raise UnreadableInput(
+            f"{path} {holds} {stranger}, which this version does not read; give a trace of torch.profiler or a record"
+        )
     if path.is_dir():
         inside = (
             "it is empty" if next(path.iterdir(), None) is None else "no *.json, *.json.gz or run.json in it"
         )
         raise UnreadableInput(f"{path} holds no trace and no record ({inside}); give the folder that does")
+    if not path.is_file():
+        raise UnreadableInput(f"{path} is a pipe or a device; write what comes out of it to a file first")
     raise UnreadableInput(
         f"{path} is in no format that can be read ({', '.join(known)}); give a .json or .json.gz trace"
     )

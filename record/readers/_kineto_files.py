@@ -38,8 +38,9 @@ _WIDE_PEEK_BYTES = 8 << 20  # process groups of a large job may fill the head
 _MOST_FILES = 100_000
 DEEPEST = 4
 
-_RANK = re.compile(rb'"rank"\s*:\s*"?(\d{1,7})"?')
-_WORLD = re.compile(rb'"world_size"\s*:\s*"?(\d{1,7})"?')
+#: No job has a million ranks; a number of more digits is damage, and its head is another number.
+_RANK = re.compile(rb'"rank"\s*:\s*"?(\d{1,6})(?!\d)"?')
+_WORLD = re.compile(rb'"world_size"\s*:\s*"?(\d{1,6})(?!\d)"?')
 _DISTRIBUTED = re.compile(rb'"distributedInfo"\s*:\s*\{')
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(-?\d{1,19})')
 _TIME = re.compile(rb'"ts"\s*:\s*"?(-?[\d.]+)')
@@ -115,6 +116,8 @@ def is_candidate(path: Path) -> bool:
     """Whether a path is a trace file by name or content, an archive, or a folder that holds some."""
     if path.is_dir():
         return next(_files_below(path), None) is not None
+    if not path.is_file():
+        return False  # opening a pipe that nobody writes to would wait for ever
     name = path.name.lower()
     return name.endswith(_TRACE_NAMES + _ARCHIVE_NAMES) or _looks_like_a_trace(path)
 
@@ -297,6 +300,7 @@ def found_in(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
 
 def _found_in_archive(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
     """Members that are traces, read in one pass and never extracted."""
+    used = 0
     try:
         with _archive(path) as archive:
             for count, info in enumerate(archive):
@@ -308,12 +312,18 @@ def _found_in_archive(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
                 inner = archive.extractfile(info)
                 found = _peek(path, info.name, info.size, inner) if inner else None
                 if found is not None:
+                    used += 1
                     yield found
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         notes.append(
             Quality(
                 "damaged-archive",
                 "error",
-                f"{path} is damaged ({_reason(error)}); the members before that are used",
+                f"{path} is damaged ({_reason(error)}); "
+                + (
+                    f"the {used} traces before that are used"
+                    if used
+                    else "no trace comes before that, copy it again from where it was written"
+                ),
             )
         )

@@ -32,7 +32,7 @@ def _of_the_file(rank: Rank, columns: Columns, findings: Findings) -> Iterator[_
         yield (
             "damaged-file",
             "error",
-            f"{rank.source} is a damaged gzip file ({findings.damaged}); the events before the damage are used",
+            f"{rank.source} is damaged ({findings.damaged}); the events before the damage are used",
         )
     if findings.truncated:
         yield (

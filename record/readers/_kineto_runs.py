@@ -13,6 +13,7 @@ from pathlib import Path
 from ..errors import UnreadableInput
 from ..model import Job, Quality, Rank, RankSource
 from ._kineto_files import DEEPEST, RANK_NAMES, FoundTrace, found_in, natural, rank_of_name
+from ._strangers import name_of
 
 __all__ = ["job_of_paths"]
 
@@ -58,6 +59,10 @@ def _world_size(found: list[FoundTrace], highest: int, notes: list[Quality]) -> 
 
 
 def _nothing_found(paths: Sequence[Path], origin: Path, notes: list[Quality]) -> str:
+    stranger = name_of(paths[0]) if len(paths) == 1 else None
+    if stranger is not None:
+        holds = "holds" if paths[0].is_dir() else "is"
+        return f"{paths[0]} {holds} {stranger}, which this version does not read; give a trace of torch.profiler or a record"
     if notes and len(paths) == 1 and not paths[0].is_dir():
         if notes[0].id == "not-a-trace":
             return f"{paths[0]} is not a trace (no traceEvents in it); export one with torch.profiler's export_chrome_trace"

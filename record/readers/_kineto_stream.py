@@ -24,6 +24,8 @@ __all__ = ["Chunk", "Findings", "Readable", "TraceStream", "blocks"]
 
 CHUNK_BYTES = 2 << 20  # small enough to stay in the cache, which halves the time
 _HEAD_LIMIT_BYTES = 256 << 20
+#: No event comes near this; without a bound a small gzip file could ask for any amount of memory.
+_LARGEST_ELEMENT_BYTES = 128 << 20
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _LIST = re.compile(rb"\s*\[")
 _OBJECT = re.compile(rb"\s*\{")
@@ -132,6 +134,10 @@ class TraceStream:
             chunk = self._cut()
             if chunk is not None:
                 yield chunk
+            elif len(self._buffer) > _LARGEST_ELEMENT_BYTES:
+                self.findings.damaged = f"an element of more than {_LARGEST_ELEMENT_BYTES >> 20} MiB"
+                self._buffer = b""
+                break
         yield Chunk(self._finish())
 
     # --- before the events ---------------------------------------------------------------------

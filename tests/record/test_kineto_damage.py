@@ -29,6 +29,21 @@ def ids(rank: Rank) -> set[str]:
     return {quality.id for quality in rank.quality}
 
 
+def test_an_element_without_end_asks_for_no_more_memory_than_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte of gzip can hold a gigabyte of one name."""
+    monkeypatch.setattr(_kineto_stream, "_LARGEST_ELEMENT_BYTES", 8 << 20)
+    events = b",".join([SOUND] * 30_000)
+    endless = b'{"traceEvents":[' + events + b',{"name":"' + b"a" * (40 << 20)
+    rank = read_file(written(tmp_path / "a.json.gz", endless))
+    assert rank.device is not None and len(rank.device) > 10_000
+    assert "damaged-file" in ids(rank)
+    alone = written(tmp_path / "b.json.gz", b'{"traceEvents":[{"name":"' + b"a" * (40 << 20))
+    with pytest.raises(UnreadableInput, match="before its first complete event"):
+        read_file(alone)
+
+
 # --- broken JSON -----------------------------------------------------------------------------------
 
 SOUND = text_of(b"sound")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -246,6 +248,54 @@ def test_an_archive_without_traces(tmp_path: Path) -> None:
         info.size = 5
         archive.addfile(info, io.BytesIO(b"hello"))
     assert "holds no trace" in refused(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("memory_snapshot/medium_128_training_memory_snapshot.pickle", "is a PyTorch memory snapshot"),
+        ("memory_snapshot", "holds a PyTorch memory snapshot"),
+        ("nsys/healthy_1pct.sqlite", "is an SQLite database, as Nsight Systems"),
+        ("flight_recorder/gloo_plain/fr_rank_0.json", "is a flight recorder dump"),
+        ("flight_recorder/gloo_plain/comm_lib_trace_rank_0", "is a flight recorder dump"),
+        ("flight_recorder", "holds a flight recorder dump"),
+        ("pipeline_schedule/pp8", "holds timings of a pipeline schedule"),
+    ],
+)
+def test_known_formats_of_other_tools_are_named(data: Path, place: str, words: str) -> None:
+    said = refused(data / "traces" / place)
+    assert words in said and "does not read" in said and "\n" not in said
+
+
+def test_text_and_archives_that_need_a_step_first(tmp_path: Path) -> None:
+    sound = json.dumps(small())
+    assert "UTF-16" in refused(_raw(tmp_path / "a.json", sound.encode("utf-16")))
+    twice = gzip.compress(gzip.compress(sound.encode()))
+    assert "within a gzip file" in refused(_raw(tmp_path / "b.json.gz", twice))
+    assert "zip archive" in refused(_raw(tmp_path / "c.zip", b"PK\x03\x04rest"))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    for name in ("pipe", "pipe.json"):
+        os.mkfifo(tmp_path / name)
+        assert "is a pipe or a device" in refused(tmp_path / name)
+
+
+def test_an_archive_that_ends_early_says_what_is_used(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        for rank in (0, 1):
+            content = json.dumps(small(rank, 2)).encode() + os.urandom(50_000)
+            info = tarfile.TarInfo(f"rank{rank}.json")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    whole = (tmp_path / "a.tar.gz").read_bytes()
+    assert "no trace comes before that" in refused(_raw(tmp_path / "b.tar.gz", whole[:100]))
+
+
+def test_an_absurd_world_is_no_world(tmp_path: Path) -> None:
+    """Its missing ranks alone would be a list of a gigabyte."""
+    job = trine.load(written(tmp_path / "a.json", small(0, 10**12)))
+    assert job.world_size is None and job.missing_ranks == ()
 
 
 def test_a_file_that_cannot_be_opened(folder: Path) -> None:
