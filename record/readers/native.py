@@ -15,6 +15,7 @@ from ..errors import UnreadableInput
 from ..frames import SCHEMA, SCHEMA_VERSION, read_frames
 from ..model import MISSING, PHASES, DeviceInfo, Group, Job, Quality, Rank, RankSource, Strings, Table
 from ..rollup import Content, live_files, merge_parts
+from ._native_description import why_damaged
 
 __all__ = ["FORMAT", "attempts_of", "open_job", "recognizes"]
 
@@ -293,6 +294,9 @@ def _description(folder: Path) -> dict[str, Any]:
     if not isinstance(about, dict) or not str(about.get("schema", "")).startswith("trine.record/"):
         raise UnreadableInput(f"{path} is not a Trine record: its schema is not trine.record/N")
     _check_version(path, str(about["schema"]))
+    damage = why_damaged(about)
+    if damage is not None:
+        raise UnreadableInput(f"{path} is damaged ({damage}); the rank cannot be read")
     return about
 
 

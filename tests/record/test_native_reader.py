@@ -120,6 +120,26 @@ def test_a_rank_that_cannot_be_read_is_left_out(tmp_path: Path, content: bytes) 
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [
+        ({"world_size": [1]}, "$.world_size"),
+        ({"groups": [{"id": "0", "ranks": "x"}]}, "$.groups[0].ranks"),
+        ({"notes": [{"id": {}, "severity": "info", "message": "m"}]}, "$.notes[0].id"),
+        ({"metadata": {"flops": 3}}, "$.metadata.flops"),
+        ({"metadata": {"device": {"threads": "x"}}}, "$.metadata.device.threads"),
+    ],
+)
+def test_a_description_of_wrong_types_is_named_and_left_out(
+    tmp_path: Path, damage: dict[str, Any], place: str
+) -> None:
+    _write(tmp_path / "run")
+    _change(tmp_path / "run" / "rank-00001" / "rank.json", **damage)
+    job = native.open_job(tmp_path / "run")
+    assert job.rank_ids == (0,)
+    assert [note.id for note in job.quality] == ["unreadable-rank"] and place in job.quality[0].message
+
+
 def test_an_empty_run_says_so(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert not native.recognizes(tmp_path / "run")
