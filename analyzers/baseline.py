@@ -96,6 +96,8 @@ def write_baseline(
     text = msgspec.json.format(msgspec.json.encode(baseline, enc_hook=str), indent=1)
     # A list of step times on one line: a thousand lines of one number each help nobody who reads a diff.
     text = re.sub(rb"\[[\d.,\s]+\]", lambda found: re.sub(rb"\s+", b"", found[0]), text)
+    if path.is_dir():
+        raise UsageError(f"cannot write the baseline {path}: it is a folder; name a file in it")
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         half.write_bytes(text + b"\n")

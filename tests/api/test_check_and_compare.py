@@ -166,3 +166,11 @@ def test_a_summary_that_cannot_be_written_decides_nothing(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "absent" / "summary.md"))
     assert main(["check", same, "--baseline", old]) == 0
     assert "cannot write the step summary" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_place_for_a_baseline(
+    same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("/", str(tmp_path)):
+        assert main(["check", same, "--write-baseline", folder]) == 2
+        assert "is a folder" in complaint(capsys)
