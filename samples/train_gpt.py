@@ -177,7 +177,9 @@ def _profile(arguments: argparse.Namespace, model: GPT, optimizer: torch.optim.O
         return
     # The configuration may have changed it.
     attention = next(module.implementation for module in model.modules() if isinstance(module, Attention))
-    with trine.profile(arguments.record, model=model, optimizer=optimizer, attention=attention) as prof:
+    with trine.profile(
+        arguments.record, model=model, optimizer=optimizer, metadata={"attention": attention}
+    ) as prof:
         yield prof
 
 

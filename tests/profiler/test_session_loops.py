@@ -510,7 +510,9 @@ def test_a_wrong_argument_is_refused_before_training(tmp_path: Path) -> None:
 
 def test_user_metadata_of_any_kind_is_kept(tmp_path: Path) -> None:
     training = Training(batches=2)
-    with training.profile(tmp_path / "run", configuration={"dtype": torch.bfloat16}, note="one") as prof:
+    with training.profile(
+        tmp_path / "run", metadata={"configuration": {"dtype": torch.bfloat16}, "note": "one"}
+    ) as prof:
         for ids in prof.steps(training.loader):
             training.step(ids)
         prof.describe(later=[1, 2])
