@@ -83,7 +83,8 @@ def _finish(discovery: Any, path: Path, information: tuple[Any, Any, Any]) -> No
         return
     else:
         line = (
-            "trine: no training step was seen in this process, so nothing was recorded "
-            "(processes that it started are not recorded: start them with torchrun)"
+            "trine: no training step was seen in this process, so nothing was recorded (a step is known by backward() or "
+            "an optimizer of torch.optim in the main thread: else use trine.profile; processes that it started are not "
+            "recorded: start them with torchrun)"
         )
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - the command's one line

@@ -321,7 +321,9 @@ def test_inference_alone_is_no_training(tmp_path: Path, capsys: pytest.CaptureFi
     with recording(tmp_path / "run"), torch.no_grad():
         Classifier()(torch.zeros(2, 6, dtype=torch.int64))
     assert not (tmp_path / "run").exists()
-    assert "no training step was seen" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert "no training step was seen" in line
+    assert "else use trine.profile" in line
 
 
 def test_a_fault_of_ours_costs_the_record_and_not_the_run(
