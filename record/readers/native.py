@@ -47,27 +47,30 @@ def attempts_of(run: Path) -> dict[int, Path]:
 def open_job(path: Path) -> Job:
     """The job of a record, of its latest attempt where there are several.
 
-    Raises ``UnreadableInput`` when no rank can be read, or when a newer Trine wrote the record.
+    A rank that cannot be read, such as one that a newer Trine wrote, is noted and left out; an attempt without any
+    readable rank gives way to the one before. Raises ``UnreadableInput`` when no rank can be read at all.
     """
     quality: list[Quality] = []
     if (path / "rank.json").is_file():
-        folders, attempt_path = {_rank_of(path): path}, path.parent
+        attempts = {1: path.parent}
+        folders_of = {1: {_rank_of(path): path}}
     else:
         attempts = attempts_of(path)
-        if not attempts:
-            raise UnreadableInput(
-                f"{path} has no rank folder (rank-00000, …): nothing was recorded there yet"
-            )
-        attempt = max(attempts)
-        attempt_path = attempts[attempt]
-        folders = _ranks_in(attempt_path)
-        if len(attempts) > 1:
-            others = ", ".join(str(number) for number in attempts if number != attempt)
-            message = f"this is attempt {attempt}; other attempts of this run: {others}"
-            quality.append(Quality("other-attempts", "info", message))
-    described = _descriptions(folders, quality)
+        folders_of = {attempt: _ranks_in(folder) for attempt, folder in attempts.items()}
+    if not attempts:
+        raise UnreadableInput(f"{path} has no rank folder (rank-00000, …): nothing was recorded there yet")
+    described: dict[int, dict[str, Any]] = {}
+    for attempt in sorted(attempts, reverse=True):  # one that died before its first write tells nothing
+        described = _descriptions(folders_of[attempt], quality)
+        if described:
+            break
     if not described:
         raise UnreadableInput(f"no rank of {path} can be read: {quality[-1].message}")
+    folders = folders_of[attempt]
+    if len(attempts) > 1:
+        others = ", ".join(str(number) for number in attempts if number != attempt)
+        message = f"this is attempt {attempt}; other attempts of this run: {others}"
+        quality.append(Quality("other-attempts", "info", message))
     described = _of_one_start(described, quality)
     world_sizes = [about["world_size"] for about in described.values() if about.get("world_size")]
     return Job(
@@ -75,7 +78,7 @@ def open_job(path: Path) -> Job:
         format=FORMAT,
         sources=tuple(RankSource(rank, folders[rank], read) for rank in sorted(described)),
         world_size=max(world_sizes, default=None),
-        metadata=_run_metadata(attempt_path),
+        metadata=_run_metadata(attempts[attempt]),
         quality=quality,
     )
 
@@ -273,8 +276,6 @@ def _descriptions(folders: dict[int, Path], quality: list[Quality]) -> dict[int,
         try:
             result[rank] = _description(folder)
         except UnreadableInput as error:
-            if "newer" in str(error):
-                raise
             quality.append(Quality("unreadable-rank", "error", str(error), rank))
             continue
         if result[rank].get("rank") != rank:

@@ -104,6 +104,25 @@ def test_a_newer_schema_is_refused_and_an_older_accepted(tmp_path: Path) -> None
     assert native.open_job(tmp_path / "run").rank(0).steps is not None
 
 
+def test_one_rank_of_a_newer_schema_is_left_out_and_noted(tmp_path: Path) -> None:
+    _write(tmp_path / "run")
+    _change(tmp_path / "run" / "rank-00001" / "rank.json", schema="trine.record/2")
+    job = native.open_job(tmp_path / "run")
+    assert (job.rank_ids, job.missing_ranks) == ((0,), (1,))
+    assert "newer Trine" in job.quality[0].message
+
+
+def test_an_attempt_that_died_before_its_first_write_gives_way(tmp_path: Path) -> None:
+    _write(tmp_path / "run")
+    _write(tmp_path / "run")
+    assert native.open_job(tmp_path / "run").rank(0).metadata["attempt"] == 2
+    for rank in (0, 1):
+        (tmp_path / "run" / "attempt-0002" / f"rank-{rank:05}" / "rank.json").unlink()
+    job = native.open_job(tmp_path / "run")
+    assert job.rank(0).metadata["attempt"] == 1
+    assert [note.id for note in job.quality] == ["unreadable-rank", "unreadable-rank", "other-attempts"]
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"schema": "other/1"}', b'{"schema": "trine.record/x"}']
 )
