@@ -28,7 +28,7 @@ __all__ = ["Catalogue", "Run"]
 Kind = Literal["record", "traces", "trace"]
 
 _SUFFIXES = (".json", ".json.gz")
-_ARCHIVES = (".tar.gz", ".tgz")
+_ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _SKIPPED = frozenset({"node_modules", "__pycache__", "site-packages"})
 _DEEPEST = 8
 _MOST_ENTRIES = 50_000
@@ -88,10 +88,14 @@ class Catalogue:
     long as it takes."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Raises ``UnreadableInput`` when a root does not exist."""
+        """Raises ``UnreadableInput`` when a root does not exist, or is a file that no trace is called."""
         for root in roots:
             if not root.exists():
                 raise UnreadableInput(f"{root} does not exist; give a run, a trace, or a folder of them")
+            if not root.is_dir() and not root.name.endswith((*_SUFFIXES, *_ARCHIVES)):
+                raise UnreadableInput(
+                    f"{root} is no trace by its name; give a run, a trace, or a folder of them"
+                )
         self.roots = tuple(root.resolve() for root in roots)
         self.notes: tuple[str, ...] = ()
         self._lock = threading.Lock()

@@ -97,6 +97,13 @@ def test_an_absent_root_is_named(tmp_path: Path) -> None:
         Catalogue([tmp_path / "nowhere"])
 
 
+def test_a_root_that_no_trace_is_called_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "passwd"
+    path.write_text("root")
+    with pytest.raises(UnreadableInput, match=r"passwd is no trace by its name"):
+        Catalogue([path])
+
+
 def test_the_newest_comes_first_and_a_change_shows_in_the_fingerprint(tmp_path: Path) -> None:
     old, new = trace(tmp_path / "old.json"), trace(tmp_path / "newer.json")
     os.utime(old, (1_000, 1_000))
