@@ -92,10 +92,10 @@ def _span(low: float, high: float) -> str:
 
 
 def _verdict(outcome: Outcome) -> str:
-    """What it did on top of the others; a change that the interval does not tell from none is called so."""
+    """What it did on top of the others; unclear where the interval does not tell it from none."""
     middle, low, high = outcome.on_top
     if low <= 1 <= high:
-        words = "no clear change"
+        words = "unclear"  # short, so that the table fits
     else:
         words = f"{percent(abs(middle - 1))} {'slower' if middle > 1 else 'faster'}"
     return f"{'kept' if outcome.kept else 'left out'}: {words}"
