@@ -29,6 +29,10 @@ UNKNOWN_ACCELERATOR = (1.5, 2.0, 3.0)
 #: to bf16 in the sample GPT, so well above half before it.
 ASSUMED_MATMUL_SHARE = 0.5
 
+#: Of the elementwise time between products, what half the bytes save: low, mid, high. Autocast runs part of it
+#: in fp32 all the same; memory-bound work on half the bytes takes half the time at best.
+ELEMENTWISE_SAVED = (0.0, 0.15, 0.5)
+
 _FULL = ("float32", "torch.float32", "fp32", "Float", "float", "f32")
 
 
@@ -58,6 +62,17 @@ def _matmul_part(rank: RankFacts) -> Part | None:
     if forward is None or backward is None:
         return None
     return Part(ASSUMED_MATMUL_SHARE * (forward.share + backward.share), "assumed", rank.rank)
+
+
+def _elementwise_part(rank: RankFacts) -> Part | None:
+    """Share of the step in elementwise work, where operators or kernels were seen."""
+    breakdown = rank.breakdown
+    rows = work(rank.result.summary)
+    seen = sum(row.total_ns for row in rows)
+    if breakdown is None or seen <= 0:
+        return None
+    elementwise = by_class(rows).get("elementwise", 0)
+    return Part(elementwise / seen * breakdown.compute_ns / breakdown.window_ns, "breakdown", rank.rank)
 
 
 def _low(facts: Facts) -> str:
@@ -111,12 +126,24 @@ def find(facts: Facts) -> Finding | None:
     share = sorted(fp32)[(len(fp32) - 1) // 2]
     speed_up, source = _speed_up(facts)
     stake_ns = facts.step_part_ns(part.share * share)
+    elementwise = facts.part(_elementwise_part)
+    moved_ns = facts.step_part_ns(elementwise.share * share) if elementwise is not None else 0
+    saved = [
+        (stake_ns * of_products + moved_ns * of_elementwise) / ((stake_ns + moved_ns) or 1)
+        for of_products, of_elementwise in zip(faster(*speed_up), ELEMENTWISE_SAVED, strict=True)
+    ]
     prediction = predict(
         facts,
-        stake_ns,
-        faster(*speed_up),
-        f"matrix products × (1 − 1 ÷ speed-up); speed-up: {source}",
-        {"matmul_share": round(part.share, 4), "fp32_share": round(share, 4), "speed_up_mid": speed_up[1]},
+        stake_ns + moved_ns,
+        (saved[0], saved[1], saved[2]),
+        f"matrix products × (1 − 1 ÷ speed-up) + elementwise work × what half the bytes save; speed-up: {source}",
+        {
+            "matmul_share": round(part.share, 4),
+            "elementwise_share": round(elementwise.share, 4) if elementwise is not None else 0.0,
+            "fp32_share": round(share, 4),
+            "speed_up_mid": speed_up[1],
+            "elementwise_saved_mid": ELEMENTWISE_SAVED[1],
+        },
     )
     if not worth_it(facts, prediction):
         return None
