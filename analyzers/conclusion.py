@@ -12,7 +12,7 @@ from .collectives import Blame, blame, collective_results, communications, heat_
 from .matching import Calls, match_collectives
 from .results import Analysis, RankResult, RankSummary, Source, Verdict
 from .selection import Selection
-from .steps import job_step_statistics
+from .steps import job_step_statistics, sampled_steps
 from .tables import add_up
 from .utilization import find_hardware, find_mfu
 
@@ -33,7 +33,7 @@ def conclude(
     clocks = clock_offsets(list(by_rank), calls)
     blames = [blame(call, clocks) for call in calls]
     shares = communications(blames, by_rank)
-    statistics = job_step_statistics([summary.steps for summary in summaries])
+    statistics = job_step_statistics([sampled_steps(s.steps, s.metadata) for s in summaries])
     hardware, hardware_notes = find_hardware(summaries)
     mfu, mfu_notes = find_mfu(summaries, hardware, statistics, convention)
     missing = _missing(job, summaries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,21 @@ from trine.record.model import MISSING, PHASES, Table
 from .results import StepStatistics
 from .statistics import bootstrap_median, find_outliers, find_warm_up
 
-__all__ = ["job_step_statistics", "job_steps", "phase_sums", "step_statistics"]
+__all__ = ["job_step_statistics", "job_steps", "phase_sums", "sampled_steps", "step_statistics"]
 
 Array = npt.NDArray[Any]
+
+
+def sampled_steps(steps: Table | None, metadata: Mapping[str, Any]) -> Table | None:
+    """The steps that speak for the run: all but those that a roll-up kept because they were slow.
+
+    ``metadata`` is the rank's; its ``rolled_up`` names the stretch. Where nothing else is left, all.
+    """
+    rolled_up = metadata.get("rolled_up")
+    if steps is None or not isinstance(rolled_up, Mapping):
+        return steps
+    kept = (steps["index"] >= rolled_up["first"]) & (steps["index"] <= rolled_up["last"])
+    return steps if kept.all() else steps.select(~kept)
 
 
 def step_statistics(steps: Table | None) -> StepStatistics | None:

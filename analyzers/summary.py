@@ -15,7 +15,7 @@ from .breakdown import break_down, device_rows, has_device_work, windows_in
 from .memory import summarize_memory
 from .results import NamedTime, RankSummary
 from .selection import Selected, Selection, select
-from .steps import phase_sums, step_statistics
+from .steps import phase_sums, sampled_steps, step_statistics
 from .tables import add_up, kernel_times, matmul_times, operator_times
 
 __all__ = ["summarize"]
@@ -47,6 +47,7 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
                 rank.rank,
             )
         )
+    sampled = sampled_steps(steps, rank.metadata)
     return RankSummary(
         rank=rank.rank,
         source=rank.source,
@@ -58,8 +59,8 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
         steps=steps,
         breakdown=breakdown,
         breakdown_missing=missing,
-        phases_ns=phase_sums(steps),
-        step_statistics=step_statistics(steps),
+        phases_ns=phase_sums(sampled),
+        step_statistics=step_statistics(sampled),
         collectives=collectives,
         activity=activity,
         activity_example=examples,

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from trine.analyzers.results import Analysis, Breakdown, RankResult
+from trine.analyzers.steps import sampled_steps
 from trine.record.model import MISSING, PHASES, Array
 
 __all__ = ["MIN_EVENTS", "MIN_STEPS", "MIN_WINDOW_NS", "Facts", "Part", "RankFacts", "gather", "typical"]
@@ -193,7 +194,7 @@ def typical(items: Sequence[T], key: Callable[[T], float]) -> T | None:
 
 
 def _rank_facts(result: RankResult) -> RankFacts:
-    steps = result.summary.steps
+    steps = sampled_steps(result.summary.steps, result.summary.metadata)
     empty = np.zeros(0, dtype=np.int64)
     if steps is None or not len(steps):
         return RankFacts(result, empty, empty, {})

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from analysis_tables import step_table
 
-from trine.analyzers.steps import job_step_statistics, phase_sums, step_statistics
+from trine.analyzers.steps import job_step_statistics, phase_sums, sampled_steps, step_statistics
 from trine.record.model import MISSING, PHASES, Strings
 
 MS = 1_000_000
@@ -59,3 +59,14 @@ def test_phases_are_summed_where_they_are_known() -> None:
         zip(PHASES, (11, 22, 33, 44, 55, 66, 77), strict=True)
     )
     assert phase_sums(steps([28])) is None and phase_sums(None) is None
+
+
+def test_slow_steps_that_a_roll_up_kept_are_no_sample_of_the_run() -> None:
+    table = steps([900 * MS] * 5 + [100 * MS] * 20)
+    sampled = sampled_steps(table, {"rolled_up": {"first": 0, "last": 4}})
+    assert sampled is not None and sampled["index"].tolist() == list(range(5, 25))
+    found = step_statistics(sampled)
+    assert found is not None and (found.median_ns, found.warm_up) == (100 * MS, ())
+    assert sampled_steps(table, {}) is table
+    assert sampled_steps(table, {"rolled_up": {"first": 0, "last": 99}}) is table
+    assert sampled_steps(None, {}) is None
