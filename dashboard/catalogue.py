@@ -33,6 +33,7 @@ _SKIPPED = frozenset({"node_modules", "__pycache__", "site-packages"})
 _DEEPEST = 8
 _MOST_ENTRIES = 50_000
 _FRESH_S = 2.0
+_JUST_NOW_S = 0.05
 #: A record that says it is running but has been silent for this long no longer is.
 _SILENT_S = 120.0
 #: Ranks whose state is read; the others of a larger run end with them.
@@ -115,10 +116,19 @@ class Catalogue:
 
     def find(self, id: str) -> Run:
         """The run of an identifier. Raises ``UnreadableInput`` when no root holds it (any more)."""
-        for run in self.runs():
-            if run.id == id:
-                return run
+        for again in (False, True):
+            if again:
+                self._forget()  # it may have begun since the last walk
+            for run in self.runs():
+                if run.id == id:
+                    return run
         raise UnreadableInput(f"no run {id!r} under {', '.join(map(str, self.roots))}; see the list of runs")
+
+    def _forget(self) -> None:
+        """Let the next look walk again, unless the last walk took long or is just over."""
+        with self._lock:
+            if time.monotonic() - self._walked > max(_JUST_NOW_S, 10 * self._took_s):
+                self._walked = -1e9
 
     def _walk(self) -> tuple[dict[str, Run], tuple[str, ...]]:
         runs: dict[str, Run] = {}

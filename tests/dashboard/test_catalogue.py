@@ -92,6 +92,15 @@ def test_what_is_not_in_the_list_cannot_be_asked_for(tmp_path: Path, id: str) ->
         catalogue.find(id)
 
 
+def test_a_run_that_has_just_begun_is_found(tmp_path: Path) -> None:
+    catalogue = Catalogue([tmp_path])
+    assert catalogue.runs() == []
+    write_record(tmp_path / "begun", 1)
+    time.sleep(0.1)
+    assert catalogue.runs() == []  # a walk is remembered for two seconds
+    assert catalogue.find(f"{tmp_path.name}/begun").kind == "record"
+
+
 def test_an_absent_root_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnreadableInput, match=r"nowhere does not exist"):
         Catalogue([tmp_path / "nowhere"])
