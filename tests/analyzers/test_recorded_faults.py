@@ -17,6 +17,8 @@ import pytest
 
 pytest.importorskip("torch", reason="recording needs torch; analysing does not")
 
+pytestmark = pytest.mark.timing
+
 SCRIPT = Path(__file__).resolve().parents[1] / "faulty_training.py"
 
 
