@@ -49,7 +49,7 @@ class Toolchain:
     torch_folder: str
     torch_version: str
     cxx11_abi: bool
-    library: str  # where the result goes
+    output: str  # where the built library goes
 
 
 def _toolchain() -> Toolchain:
@@ -80,7 +80,7 @@ def ensure_built(wait: bool) -> Path | None:
         if sys.platform != "linux":
             return None
         tools = _toolchain()
-        library = Path(tools.library)
+        library = Path(tools.output)
         if _usable(library):
             return library
         if not wait and (os.environ.get("LOCAL_RANK", "0") != "0" or _failure(tools) is not None):
@@ -140,7 +140,7 @@ def _identity(compiler: str | None) -> str:
 def _failure(tools: Toolchain) -> str | None:
     """Why the last build failed, while that is recent and the compiler is still the same."""
     try:
-        told = json.loads(Path(tools.library).with_suffix(".failed").read_text())
+        told = json.loads(Path(tools.output).with_suffix(".failed").read_text())
         recent = 0 <= time.time() - float(told["time"]) < RETRY_SECONDS
         if recent and told["compiler"] == _identity(_compiler()):
             return str(told["reason"])
@@ -274,7 +274,7 @@ def _try_out(library: Path) -> str | None:
 
 def _build(tools: Toolchain) -> str | None:
     """Compile, try and publish; the reason when that failed."""
-    library = Path(tools.library)
+    library = Path(tools.output)
     handle, name = tempfile.mkstemp(prefix=library.stem, suffix=".part", dir=library.parent)
     os.close(handle)
     part = Path(name)
@@ -293,7 +293,7 @@ def _main(argument: str) -> int:
     told = json.loads(argument)
     wait = bool(told.pop("wait"))
     tools = Toolchain(**told)
-    library = Path(tools.library)
+    library = Path(tools.output)
     if not wait:
         os.nice(19)
     library.parent.mkdir(parents=True, exist_ok=True)

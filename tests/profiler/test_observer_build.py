@@ -149,7 +149,7 @@ def test_a_library_that_others_can_write_is_not_loaded(
 ) -> None:
     compiler(tmp_path, monkeypatch, "exit 1")
     cache.mkdir(parents=True)
-    planted = Path(observer_build._toolchain().library)
+    planted = Path(observer_build._toolchain().output)
     planted.write_bytes(built.read_bytes())
     planted.chmod(planted.stat().st_mode | stat.S_IWOTH)
     assert ensure_built(wait=False) is None
@@ -160,7 +160,7 @@ def test_a_library_that_others_can_write_is_not_loaded(
 def test_a_spoilt_note_of_a_failure_is_no_obstacle(cache: Path) -> None:
     cache.mkdir(parents=True)
     tools = observer_build._toolchain()
-    told = Path(tools.library).with_suffix(".failed")
+    told = Path(tools.output).with_suffix(".failed")
     for content in ("", "[]", json.dumps({"time": "yesterday"})):
         told.write_text(content)
         assert observer_build._failure(tools) is None
