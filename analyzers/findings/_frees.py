@@ -6,8 +6,9 @@ from trine.analyzers.results import Prediction
 
 from ._facts import Facts
 from ._gain import predict
+from ._memory import Fill
 
-__all__ = ["ACTIVATIONS_FREED", "activations_bytes", "checkpointing", "zero"]
+__all__ = ["ACTIVATIONS_FREED", "activations_bytes", "checkpointing", "evidence_of", "freed_bytes", "zero"]
 
 #: Share of the activations that full recomputation frees. Korthikanti et al. 2022, table 2: 2·s·b·h of
 #: 34·s·b·h + 5·a·s²·b stay per layer, so 94 % and more; the head and the block in work keep theirs.
@@ -74,3 +75,18 @@ def zero(facts: Facts) -> tuple[int, Prediction] | None:
         inputs["gradient_bytes"] = gradients
     stage = 2 if both else 1
     return stage, Prediction(None, None, -freed, "(optimizer state + gradients) × (1 − 1 ÷ ranks)", inputs)
+
+
+def freed_bytes(prediction: Prediction) -> int:
+    """Bytes that the change takes off the peak; negative where it adds."""
+    return -(prediction.peak_bytes_change or 0)
+
+
+def evidence_of(fill: Fill, prediction: Prediction) -> dict[str, float | int | str]:
+    """How full the memory is, what would be freed of it, and from which numbers."""
+    return {
+        "freed_bytes": freed_bytes(prediction),
+        "peak_bytes": fill.used_bytes,
+        "capacity_bytes": fill.capacity_bytes,
+        **prediction.inputs,
+    }

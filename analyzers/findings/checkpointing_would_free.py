@@ -8,7 +8,7 @@ from trine.analyzers.results import Finding, Recommendation
 from trine.analyzers.units import percent, size
 
 from ._facts import Facts
-from ._frees import checkpointing
+from ._frees import checkpointing, evidence_of, freed_bytes
 from ._memory import limited
 
 __all__ = ["ID", "KIND", "find"]
@@ -26,19 +26,14 @@ def find(facts: Facts) -> Finding | None:
     prediction = checkpointing(facts, fill.rank) if fill is not None and facts.trains is not False else None
     if fill is None or prediction is None:
         return None
-    freed = -(prediction.peak_bytes_change or 0)
+    freed = freed_bytes(prediction)
     if freed < SHARE * fill.capacity_bytes:
         return None
     return Finding(
         id=ID,
         kind=KIND,
         title=f"Recomputing activations would free {size(freed)} a rank ({percent(freed / fill.capacity_bytes)} of its memory)",
-        evidence={
-            "freed_bytes": freed,
-            "peak_bytes": fill.used_bytes,
-            "capacity_bytes": fill.capacity_bytes,
-            **prediction.inputs,
-        },
+        evidence=evidence_of(fill, prediction),
         recommendation=Recommendation(
             change={"checkpointing.mode": "full"},
             why="Keep each block's input and recompute the rest in the backward pass; try selective first "

@@ -8,7 +8,7 @@ from trine.analyzers.results import Finding, Recommendation
 from trine.analyzers.units import percent, size
 
 from ._facts import Facts
-from ._frees import zero
+from ._frees import evidence_of, freed_bytes, zero
 from ._memory import limited
 
 __all__ = ["ID", "KIND", "find"]
@@ -26,19 +26,14 @@ def find(facts: Facts) -> Finding | None:
     if fill is None or sharded is None:
         return None
     stage, prediction = sharded
-    freed = -(prediction.peak_bytes_change or 0)
+    freed = freed_bytes(prediction)
     if freed < SHARE * fill.capacity_bytes:
         return None
     return Finding(
         id=ID,
         kind=KIND,
         title=f"ZeRO-{stage} would free {size(freed)} a rank ({percent(freed / fill.capacity_bytes)} of its memory)",
-        evidence={
-            "freed_bytes": freed,
-            "peak_bytes": fill.used_bytes,
-            "capacity_bytes": fill.capacity_bytes,
-            **prediction.inputs,
-        },
+        evidence=evidence_of(fill, prediction),
         recommendation=Recommendation(
             change={"zero.stage": stage},
             why="All ranks keep the same optimizer state; each can keep its part and exchange the result.",
