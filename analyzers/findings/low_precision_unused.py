@@ -9,7 +9,7 @@ from trine.analyzers.units import duration, percent
 
 from ._facts import Facts, Part, RankFacts
 from ._gain import faster, predict, worth_it
-from ._kinds import by_class, work
+from ._kinds import by_class, classify, work
 
 __all__ = ["ID", "KIND", "find"]
 
@@ -32,6 +32,10 @@ ASSUMED_MATMUL_SHARE = 0.5
 #: Of the elementwise time between products, what half the bytes save: low, mid, high. Autocast runs part of it
 #: in fp32 all the same; memory-bound work on half the bytes takes half the time at best.
 ELEMENTWISE_SAVED = (0.0, 0.15, 0.5)
+
+#: On a CPU, products shorter than this on average are calls rather than arithmetic: autocast's casts cost more
+#: calls than bf16 saves.
+SHORT_PRODUCT_NS = 50_000
 
 _FULL = ("float32", "torch.float32", "fp32", "Float", "float", "f32")
 
@@ -73,6 +77,19 @@ def _elementwise_part(rank: RankFacts) -> Part | None:
         return None
     elementwise = by_class(rows).get("elementwise", 0)
     return Part(elementwise / seen * breakdown.compute_ns / breakdown.window_ns, "breakdown", rank.rank)
+
+
+def _products_are_short(facts: Facts) -> bool:
+    """Whether a CPU's products are too short for their precision to matter; False where none was seen."""
+    products = [
+        row for rank in facts.ranks for row in work(rank.result.summary) if classify(row.name) == "matmul"
+    ]
+    calls = sum(row.calls for row in products)
+    return (
+        not facts.on_accelerator
+        and calls > 0
+        and sum(row.total_ns for row in products) < SHORT_PRODUCT_NS * calls
+    )
 
 
 def _low(facts: Facts) -> str:
@@ -124,6 +141,8 @@ def find(facts: Facts) -> Finding | None:
     if not fp32 or sorted(fp32)[(len(fp32) - 1) // 2] < FP32_SHARE or part is None:
         return None
     share = sorted(fp32)[(len(fp32) - 1) // 2]
+    if _products_are_short(facts):
+        return None
     speed_up, source = _speed_up(facts)
     stake_ns = facts.step_part_ns(part.share * share)
     elementwise = facts.part(_elementwise_part)

@@ -503,6 +503,14 @@ def test_fp32_products_where_bf16_is_no_faster() -> None:
     assert found(analysis) == {}
 
 
+@pytest.mark.parametrize(("calls", "found_it"), [(30, True), (30_000, False)], ids=["long", "short"])
+def test_short_products_of_a_cpu_are_calls_and_not_arithmetic(calls: int, found_it: bool) -> None:
+    fast = Hardware("CPU", 2, {"fp32": 60e9, "bf16": 400e9}, provenance={"peak_flops_per_s": "measured"})
+    products = (NamedTime("aten::addmm", "operator", calls, 240 * MS),)
+    seen = two(window=breakdown(), operators=products, metadata=metadata(precision=FULL_PRECISION))
+    assert ("low-precision-unused" in found(replace(seen, hardware=fast))) == found_it
+
+
 def test_half_precision_is_fp16_where_there_is_no_fast_bf16() -> None:
     volta = Hardware("Tesla V100", 1, {"fp32": 15.7e12, "fp16": 125e12})
     finding = found(replace(two(metadata=metadata(precision=FULL_PRECISION)), hardware=volta))
