@@ -13,6 +13,7 @@ from .matching import Calls, match_collectives
 from .results import Analysis, RankResult, RankSummary, Source, Verdict
 from .selection import Selection
 from .steps import job_step_statistics, sampled_steps
+from .studies import Whole, join_all
 from .tables import add_up
 from .utilization import find_hardware, find_mfu
 
@@ -37,6 +38,8 @@ def conclude(
     hardware, hardware_notes = find_hardware(summaries)
     mfu, mfu_notes = find_mfu(summaries, hardware, statistics, convention)
     missing = _missing(job, summaries)
+    whole = Whole(job, by_rank, calls, blames, clocks, hardware, statistics, mfu)
+    results = join_all(whole)
     quality = [
         *job.quality,
         *(note for summary in summaries for note in summary.quality),
@@ -47,6 +50,7 @@ def conclude(
         *_about_untimed_calls([*calls, *alone]),
         *hardware_notes,
         *mfu_notes,
+        *whole.quality,
     ]
     return Analysis(
         source=_source(job, summaries, missing, selection),
@@ -70,6 +74,7 @@ def conclude(
         not_bound_by=(),
         findings=(),
         verdict=Verdict("Not diagnosed.", None, "low", None),
+        studies=results,
     )
 
 

@@ -28,26 +28,20 @@ from .results import (
     Recommendation,
     StepStatistics,
 )
+from .studies import studies
 
 __all__ = ["SCHEMA", "to_json"]
 
 SCHEMA = "trine.analysis/1"
 
-#: Parts of the contract that no analysis fills yet, each null, and said.
-_LATER = ("pipeline", "critical_path", "memory_owners", "desync", "padding", "goodput")
+#: Keys that are there whatever can be said; studies fill them.
+_PROMISED = ("pipeline", "critical_path", "memory_owners", "desync", "padding", "goodput")
 
 
 def to_json(analysis: Analysis) -> dict[str, Any]:
     """The analysis as plain dictionaries, lists, strings, numbers and ``None``: ready for ``json.dumps``."""
     source = analysis.source
     notes = [{"id": n.id, "severity": n.severity, "message": n.message} for n in analysis.data_quality]
-    notes.append(
-        {
-            "id": "not-analysed",
-            "severity": "info",
-            "message": f"{', '.join(_LATER)} are null: this version does not compute them",
-        }
-    )
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "source": {
@@ -65,7 +59,7 @@ def to_json(analysis: Analysis) -> dict[str, Any]:
         "collectives": [_collective(result) for result in analysis.collectives],
         "step_time_ns": _steps(analysis.step_statistics),
         "mfu": _mfu(analysis.mfu),
-        **dict.fromkeys(_LATER),
+        **_studies(analysis),
         "kernels": [_named(one) for one in analysis.kernels],
         "operators": [_named(one) for one in analysis.operators],
         "checklist": [_check(item) for item in analysis.checklist],
@@ -75,6 +69,15 @@ def to_json(analysis: Analysis) -> dict[str, Any]:
     }
     plain: dict[str, Any] = _plain(content)
     return plain
+
+
+def _studies(analysis: Analysis) -> dict[str, Any]:
+    """Each study's result under its key, null where there is none; the reason is under ``data_quality``."""
+    found = {
+        study.KEY: study.to_json(analysis.studies[study.KEY]) if study.KEY in analysis.studies else None
+        for study in studies()
+    }
+    return {**dict.fromkeys(_PROMISED), **found}
 
 
 def _rank(rank: RankResult) -> dict[str, Any]:

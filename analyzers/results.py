@@ -180,6 +180,7 @@ class RankSummary:
     dtypes: Mapping[str, int] = field(default_factory=dict)  # matmul time by precision, ns
     metadata: Mapping[str, Any] = field(default_factory=dict)
     quality: tuple[Quality, ...] = ()
+    parts: Mapping[str, Any] = field(default_factory=dict)  # study key → this rank's part
 
 
 # --- all ranks ---------------------------------------------------------------------------------
@@ -385,3 +386,4 @@ class Analysis:
     not_bound_by: tuple[NotBound, ...]
     findings: tuple[Finding, ...]
     verdict: Verdict
+    studies: Mapping[str, Any] = field(default_factory=dict)  # key → result (analyzers/studies)

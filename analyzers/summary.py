@@ -16,6 +16,7 @@ from .memory import summarize_memory
 from .results import NamedTime, RankSummary
 from .selection import Selected, Selection, select
 from .steps import phase_sums, sampled_steps, step_statistics
+from .studies import Scope, reduce_all
 from .tables import add_up, kernel_times, matmul_times, operator_times
 
 __all__ = ["summarize"]
@@ -48,6 +49,7 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
             )
         )
     sampled = sampled_steps(steps, rank.metadata)
+    scope = Scope(rank, selection, selected, tuple(parts), collectives, quality)
     return RankSummary(
         rank=rank.rank,
         source=rank.source,
@@ -69,6 +71,7 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
         operators=operators,
         dtypes=dtypes,
         metadata=dict(rank.metadata),
+        parts=reduce_all(scope),
         quality=tuple(quality),
     )
 

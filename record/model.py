@@ -90,6 +90,12 @@ SCHEMAS: Mapping[str, Mapping[str, ColumnType]] = {
         "step": "int64",
         "bytes": "int64",
         "correlation": "int64",
+        # The launch's shape, MISSING where the source does not say: blocks in the grid, threads a block, and the
+        # node of a CUDA or HIP graph that this work is. occupancy: achieved, estimated by the profiler, 0..1.
+        "grid_blocks": "int64",
+        "block_threads": "int64",
+        "graph_node": "int64",
+        "occupancy": "float64",
     },
     # A span of host work. parent: row of the enclosing span on the same thread (-1 none).
     "host": {
@@ -104,6 +110,10 @@ SCHEMAS: Mapping[str, Mapping[str, ColumnType]] = {
         "shapes": "text",
         "stack": "text",
         "step": "int64",
+        "types": "text",  # dtypes of the inputs, as the source wrote them
+        "sequence": "int64",  # autograd's number: a forward operator and its backward share one
+        "forward_thread": "int64",  # of a backward operator: the thread that ran its forward
+        "flops": "float64",  # of the operator, as the source counted them
     },
     # One collective or point-to-point on this rank. device_row: row in device (-1 none).
     # sequence: the source's own order number in its group, else MISSING.
@@ -137,14 +147,66 @@ SCHEMAS: Mapping[str, Mapping[str, ColumnType]] = {
         "device": "int64",  # -1 is the host
         "allocated_bytes": "int64",
         "reserved_bytes": "int64",
+        # alloc, free_requested, free, segment_alloc, segment_free, out_of_memory, snapshot; None: by the sign of bytes.
+        # Segments count under reserved_bytes, not under allocated_bytes.
+        "action": "text",
+        "stream": "int64",
+        "stack": "text",
+    },
+    # A stretch of device memory as the allocator held it when a snapshot was taken: a block, or (whole) a segment.
+    "segments": {
+        "segment": "int64",  # address of the segment that it belongs to
+        "address": "int64",
+        "bytes": "int64",
+        "requested_bytes": "int64",
+        "state": "text",  # segment, active, pending_free, inactive
+        "device": "int64",
+        "stream": "int64",
+        "pool": "text",  # small, large, expandable, and the private pool where there is one
+        "owner": "text",
+        "stack": "text",
     },
     # A stage's work on one micro-batch.
     "microbatches": {
         "stage": "int64",
         "index": "int64",
-        "direction": "text",
+        "direction": "text",  # forward, backward, backward_input, backward_weight
         "start_ns": "int64",
         "end_ns": "int64",
+        "step": "int64",
+    },
+    # A wait on the device or for it. kind: stream_wait (a stream waits for an event of another), event_sync,
+    # stream_sync, device_sync (the host waits). source_correlation: of the call that recorded the event.
+    "synchronizations": {
+        "kind": "text",
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "device": "int64",
+        "stream": "int64",
+        "event": "int64",
+        "source_stream": "int64",
+        "source_correlation": "int64",
+        "correlation": "int64",
+    },
+    # An entry of PyTorch's flight recorder: a collective as it was enqueued, whatever became of it.
+    "flight_recorder": {
+        "record": "int64",
+        "group": "text",
+        "sequence": "int64",  # of collectives in the group
+        "peer_sequence": "int64",  # of point-to-points in the group
+        "is_peer": "int64",  # 1 for point-to-point, else 0
+        "operation": "text",
+        "in_shapes": "text",
+        "out_shapes": "text",
+        "in_types": "text",
+        "out_types": "text",
+        "state": "text",  # scheduled, started, completed
+        "created_ns": "int64",
+        "started_ns": "int64",
+        "completed_ns": "int64",
+        "timeout_ns": "int64",
+        "thread": "text",
+        "stack": "text",
     },
     # A dependency between rows of host ("host:12") or device ("device:7").
     "edges": {"kind": "text", "from": "text", "to": "text"},
@@ -315,7 +377,7 @@ class DeviceInfo:
 class Rank:
     """What one rank recorded.
 
-    ``format`` is ``kineto`` or ``trine``. For a native record, ``windows`` are its deep windows,
+    ``format`` names the reader of its main source (``kineto``, ``trine``, ``nsight``, ...). For a native record, ``windows`` are its deep windows,
     each a :class:`Rank` read by the Kineto reader (device and host tables live there); ``metadata``
     is the record's own description (model, precision, FLOPs by convention, versions, ...).
     """
@@ -332,6 +394,9 @@ class Rank:
     microbatches: Table | None = None
     edges: Table | None = None
     samples: Table | None = None
+    segments: Table | None = None
+    synchronizations: Table | None = None
+    flight_recorder: Table | None = None
     groups: tuple[Group, ...] = ()
     devices: tuple[DeviceInfo, ...] = ()
     world_size: int | None = None

@@ -13,7 +13,7 @@ from trine.analyzers.results import Analysis, Finding, RankResult
 from trine.analyzers.units import count, duration, percent, rank_list, size
 from trine.analyzers.verdict import value_text
 
-from . import _exchange, _sections
+from . import _exchange, _sections, studies
 from ._cells import Limits
 from .document import Document, FindingCard, Items, Paragraph, Section, clean
 from .wording import words
@@ -37,6 +37,7 @@ def compose(
         _exchange.communication(analysis, text, limits),
         _exchange.memory(analysis, text, limits),
         _sections.work(analysis, text, limits),
+        *studies.sections(analysis, most_rows),
         _sections.utilisation(analysis, text),
         _checklist(analysis, text),
         _quality(analysis, text, most_rows * 2),

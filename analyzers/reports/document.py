@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
+    "Areas",
     "Bars",
     "Block",
     "Column",
@@ -21,6 +22,7 @@ __all__ = [
     "FindingCard",
     "Heat",
     "Items",
+    "Lanes",
     "Paragraph",
     "Section",
     "Series",
@@ -156,7 +158,33 @@ class FindingCard:
     evidence: tuple[tuple[str, str], ...]
 
 
-Block = Table | Bars | Series | Heat | Paragraph | Items | FindingCard
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Spans over a common time axis, a row a lane, as a schedule is drawn: ``rows`` are (label, spans), a span is
+    (start, end, key, words), in ns from the drawing's start. ``legend`` is key → label, ``side`` key → colour
+    role as in :class:`Bars` (and ``backward``, ``weight`` for schedules). ``words`` may be empty."""
+
+    title: str
+    legend: Mapping[str, str]
+    side: Mapping[str, str]
+    rows: tuple[tuple[str, tuple[tuple[int, int, str, str], ...]], ...]
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Areas:
+    """Layers that add up over a common axis: ``layers`` are (label, colour role, values), each with a value for
+    every ``x``. ``x`` is ns or another number that ``axis`` names."""
+
+    title: str
+    unit: Literal["duration", "size"]
+    axis: str
+    x: tuple[float, ...]
+    layers: tuple[tuple[str, str, tuple[float, ...]], ...]
+    table: Table
+
+
+Block = Table | Bars | Series | Heat | Lanes | Areas | Paragraph | Items | FindingCard
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from . import figures
 from ._style import STYLE
 from .content import compose
 from .document import (
+    Areas,
     Bars,
     Block,
     Document,
     FindingCard,
     Heat,
     Items,
+    Lanes,
     Paragraph,
     Section,
     Series,
@@ -104,6 +106,8 @@ def _block(block: Block, text: Mapping[str, str]) -> str:
         return _figure(block.title, figures.series(block), block.table, text)
     if isinstance(block, Heat):
         return _figure(block.title, figures.heat(block), block.table, text)
+    if isinstance(block, (Lanes, Areas)):
+        return f"<h3>{escape(block.title)}</h3>{_table(block.table)}"
     return f"<h3>{escape(block.title)}</h3>{_table(block)}" if block.title else _table(block)
 
 

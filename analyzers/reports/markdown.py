@@ -13,12 +13,14 @@ from trine.analyzers.results import Analysis
 
 from .content import compose
 from .document import (
+    Areas,
     Bars,
     Block,
     Document,
     FindingCard,
     Heat,
     Items,
+    Lanes,
     Paragraph,
     Section,
     Series,
@@ -92,7 +94,7 @@ def _block(block: Block) -> str:
             f"- {_escape(mark)} {_escape(text)}" + (f"  \n  {_escape(further)}" if further else "")
             for mark, text, further in block.items
         )
-    if isinstance(block, (Bars, Series, Heat)):
+    if isinstance(block, (Bars, Series, Heat, Lanes, Areas)):
         return f"**{_escape(block.title)}**\n\n{_table(block.table)}"
     return _table(block)
 

@@ -21,6 +21,7 @@ from trine.analyzers.units import duration, size
 
 from .content import compose
 from .document import (
+    Areas,
     Bars,
     Block,
     Column,
@@ -28,6 +29,7 @@ from .document import (
     FindingCard,
     Heat,
     Items,
+    Lanes,
     Paragraph,
     Section,
     Series,
@@ -139,6 +141,8 @@ class _Writer:
             self.table(block.table)
         elif isinstance(block, Heat):
             self.heat(block)
+        elif isinstance(block, (Lanes, Areas)):
+            self.table(block.table)
         else:
             self.table(block)
 
