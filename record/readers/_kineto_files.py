@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +19,16 @@ from ..errors import UnreadableInput
 from ..model import MISSING, Quality
 from ._kineto_stream import Findings, Readable, blocks
 from ._kineto_times import nanoseconds_of
+from ._names import natural, rank_of_name
 
-__all__ = [
-    "DEEPEST",
-    "RANK_NAMES",
-    "FoundTrace",
-    "found_in",
-    "is_candidate",
-    "natural",
-    "open_source",
-    "rank_of_name",
-]
+__all__ = ["FoundTrace", "found_in", "is_candidate", "open_source"]
 
 _TRACE_NAMES = (".json", ".json.gz", ".json.gzip")
 _ARCHIVE_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _PEEK_BYTES = 1 << 18
 _WIDE_PEEK_BYTES = 8 << 20  # process groups of a large job may fill the head
 _MOST_FILES = 100_000
-DEEPEST = 4
+_DEEPEST = 4
 
 #: No job has a million ranks; a number of more digits is damage, and its head is another number.
 _RANK = re.compile(rb'"rank"\s*:\s*"?(\d{1,6})(?!\d)"?')
@@ -46,16 +38,6 @@ _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(-?\d{1,19})')
 _TIME = re.compile(rb'"ts"\s*:\s*"?(-?[\d.]+)')
 _EVENTS = re.compile(rb'"traceEvents"\s*:|^\s*\[\s*(?:\{|\])')
 _HEAD_KEY = re.compile(rb'"(?:distributedInfo|deviceProperties)"\s*:')
-
-#: Name patterns of a rank, most certain first.
-RANK_NAMES = (
-    re.compile(r"(?:^|[^a-zA-Z])rank[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE),
-    re.compile(
-        r"(?:^|[^a-zA-Z])(?:worker|trainer|process|proc|gpu|device|r)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE
-    ),
-    re.compile(r"(?:^|[-_.])(\d{1,6})(?:\.pt)?(?:\.trace)?\.json", re.IGNORECASE),
-    re.compile(r"^(\d{1,6})[-_.]"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +127,11 @@ def _files_below(folder: Path) -> Iterator[Path]:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                if depth < DEEPEST and not entry.is_symlink():
+                if depth < _DEEPEST and not entry.is_symlink():
                     inner.append((entry, depth + 1))
             elif entry.name.lower().endswith(_TRACE_NAMES):
                 yield entry
         stack.extend(reversed(inner))
-
-
-def natural(name: str) -> list[tuple[int, int | str]]:
-    """A sort key by which rank10 comes after rank9."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 # --- looking at the ends -------------------------------------------------------------------------
@@ -245,17 +222,6 @@ class _Joined:
             head, self._head = self._head, b""
             return head
         return self._file.read(size)
-
-
-def rank_of_name(name: str, patterns: Sequence[re.Pattern[str]] = RANK_NAMES) -> int | None:
-    """The rank that a file's or its folder's name states."""
-    parts = Path(name).parts
-    for part in reversed(parts[-2:]):
-        for pattern in patterns:
-            match = pattern.search(part)
-            if match:
-                return int(match[1])
-    return None
 
 
 def found_in(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..errors import UnreadableInput
 from ..model import Job, Quality, Rank, RankSource
-from ._kineto_files import DEEPEST, RANK_NAMES, FoundTrace, found_in, natural, rank_of_name
+from ._kineto_files import FoundTrace, found_in
+from ._names import natural, rank_of_name, ranks_of_names
 from ._strangers import name_of
 
 __all__ = ["job_of_paths"]
@@ -137,7 +138,7 @@ def _ranks(found: list[FoundTrace], notes: list[Quality]) -> dict[int, FoundTrac
     if len(found) == 1:
         only = found[0]
         # Of one file alone a number in its name may be anything; only "rank3" is a rank.
-        named = rank_of_name(only.name, RANK_NAMES[:1])
+        named = rank_of_name(only.name, certain=True)
         return {next((rank for rank in (only.rank, named) if rank is not None), 0): only}
     stated: dict[int, list[FoundTrace]] = defaultdict(list)
     silent = []
@@ -167,21 +168,9 @@ def _one_of(rank: int, files: list[FoundTrace], notes: list[Quality]) -> FoundTr
     return best
 
 
-def _ranks_by_name(files: list[FoundTrace]) -> list[int] | None:
-    """Ranks from the most certain part of the names that tells all files apart: the file's, else a folder's."""
-    for pattern in RANK_NAMES:
-        for level in range(1, DEEPEST + 1):
-            parts = [Path(each.name).parts for each in files]
-            found = [pattern.search(part[-level]) if len(part) >= level else None for part in parts]
-            ranks = [int(match[1]) for match in found if match]
-            if len(ranks) == len(files) == len(set(ranks)):
-                return ranks
-    return None
-
-
 def _name_ranks(silent: list[FoundTrace], ranked: dict[int, FoundTrace], notes: list[Quality]) -> None:
     """Ranks of files that do not state one: from names when those tell them apart, else in order of name."""
-    named = _ranks_by_name(silent)
+    named = ranks_of_names([each.name for each in silent])
     if named is not None and not set(named) & set(ranked):
         for rank, each in zip(named, silent, strict=True):
             ranked[rank] = each
