@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trine.analyzers.results import RankResult
-from trine.analyzers.units import duration, percent
+from trine.analyzers.units import count, duration, percent, size
 
-from .document import Column
+from .document import Column, Unit
 
-__all__ = ["MOST_LINES", "Limits", "Words", "left", "right", "share", "thin"]
+__all__ = ["MOST_LINES", "Limits", "Words", "axis_words", "left", "printer", "right", "share", "thin"]
 
 #: Points of a line in a figure; a screen shows no more.
 MOST_POINTS = 600
@@ -61,3 +61,13 @@ def thin(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ..
         ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
         kept.extend(sorted(ends))
     return tuple(kept)
+
+
+def printer(unit: Unit) -> Callable[[float], str]:
+    """How values of a figure are printed."""
+    return {"duration": duration, "size": size, "count": count}[unit]
+
+
+def axis_words(axis: str, x: float) -> str:
+    """A place on an axis in words: ns where the axis is a time (:class:`~.document.Areas`)."""
+    return duration(x) if axis.startswith("time") else f"{axis} {x:.6g}"

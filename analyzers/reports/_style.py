@@ -6,9 +6,9 @@ __all__ = ["STYLE"]
 
 STYLE = """
 :root{--ground:#fff;--raised:#f6f7f8;--ink:#16181a;--quiet:#5c6268;--rule:#dfe2e5;
---computation:#0072B2;--communication:#E69F00;--memory:#009E73;--idle:#9AA0A6;--fault:#D55E00}
+--computation:#0072B2;--communication:#E69F00;--memory:#009E73;--idle:#9AA0A6;--fault:#D55E00;--backward:#CC79A7;--weight:#D6C400}
 @media(prefers-color-scheme:dark){:root{--ground:#121416;--raised:#1b1e21;--ink:#e8eaec;--quiet:#9aa1a8;--rule:#2c3136;
---computation:#56B4E9;--communication:#F0C05A;--memory:#4FC3A1;--idle:#6B7075;--fault:#FF7F50}}
+--computation:#56B4E9;--communication:#F0C05A;--memory:#4FC3A1;--idle:#6B7075;--fault:#FF7F50;--backward:#E3A6C9;--weight:#F0E442}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
@@ -42,9 +42,13 @@ svg{display:block;width:100%;height:auto}svg text{font-size:12px;fill:var(--ink)
 .side-communication{fill:var(--communication);background:var(--communication)}
 .side-memory{fill:var(--memory);background:var(--memory)}
 .side-idle{fill:var(--idle);background:var(--idle)}
+.side-backward{fill:var(--backward);background:var(--backward)}
+.side-weight{fill:var(--weight);background:var(--weight)}
+.span{stroke:var(--ground);stroke-width:.6}
 .side-fault{fill:var(--fault);background:var(--fault)}
 polyline{fill:none;stroke-width:1.6;stroke-linejoin:round}
-.line-computation{stroke:var(--computation)}.line-memory{stroke:var(--memory)}
+.line-computation{stroke:var(--computation)}.line-memory{stroke:var(--memory)}.line-communication{stroke:var(--communication)}
+.line-idle{stroke:var(--idle)}.line-fault{stroke:var(--fault)}
 .grid{stroke:var(--rule)}.cell{stroke:var(--rule);stroke-width:.5}
 .ground{fill:none;stroke:var(--rule);stroke-width:1.5}
 .hull{fill:var(--ink);fill-opacity:.12;stroke:var(--ink);stroke-opacity:.35}

@@ -27,12 +27,15 @@ __all__ = [
     "Section",
     "Series",
     "Table",
+    "Unit",
     "clean",
     "fitting",
     "shorten",
 ]
 
 Point = tuple[float, float, float]
+#: What the values of a figure are: ns, bytes, or plain numbers.
+Unit = Literal["duration", "size", "count"]
 
 #: Terminal sequences go whole; other unprintable characters (control, direction, surrogates) one by one.
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
@@ -104,11 +107,11 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Lines over a common axis: ``lines`` are (label, ((x, y), …)); ``words`` prints a value of y."""
+    """Lines over a common axis: ``lines`` are (label, ((x, y), …)); ``unit`` says how a value of y is printed."""
 
     title: str
     side: str
-    unit: Literal["duration", "size"]
+    unit: Unit
     axis: str
     lines: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]
     table: Table
@@ -174,10 +177,11 @@ class Lanes:
 @dataclass(frozen=True, slots=True)
 class Areas:
     """Layers that add up over a common axis: ``layers`` are (label, colour role, values), each with a value for
-    every ``x``. ``x`` is ns or another number that ``axis`` names."""
+    every ``x``, in ascending order. ``axis`` names ``x``: one that begins with "time" is printed as ns, any other as
+    a plain number."""
 
     title: str
-    unit: Literal["duration", "size"]
+    unit: Unit
     axis: str
     x: tuple[float, ...]
     layers: tuple[tuple[str, str, tuple[float, ...]], ...]

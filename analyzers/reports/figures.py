@@ -6,14 +6,16 @@ escaped here. Each figure carries its numbers as tooltips; its table stands unde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
-from trine.analyzers.units import duration, size
+from trine.analyzers.units import duration
 
-from .document import Bars, Heat, Series
+from ._cells import axis_words, printer
+from ._lanes import extent, without_slivers
+from .document import Areas, Bars, Heat, Lanes, Series
 
-__all__ = ["bars", "glyph", "heat", "series"]
+__all__ = ["areas", "bars", "glyph", "heat", "lanes", "series"]
 
 Point = tuple[float, float, float]
 
@@ -22,6 +24,8 @@ WIDTH = 960
 LABEL = 90
 #: Shades of one side's colour, for parts that share it (forward, backward).
 SHADES = (1.0, 0.62, 0.38)
+#: Narrowest span that is drawn by itself, in user units.
+MOST_SLIVER = 0.6
 
 
 def _svg(width: float, height: float, body: str, title: str, kind: str) -> str:
@@ -36,7 +40,7 @@ def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{css}>{escape(text)}</text>'
 
 
-def _shade(keys: Sequence[str], side: dict[str, str], key: str) -> float:
+def _shade(keys: Sequence[str], side: Mapping[str, str], key: str) -> float:
     """Parts of one side get lighter in order."""
     same = [other for other in keys if side[other] == side[key]]
     return SHADES[min(same.index(key), len(SHADES) - 1)]
@@ -44,11 +48,11 @@ def _shade(keys: Sequence[str], side: dict[str, str], key: str) -> float:
 
 def bars(figure: Bars) -> str:
     """Stacked horizontal bars on one scale, with a legend."""
-    keys, side = list(figure.legend), dict(figure.side)
+    keys, side = list(figure.legend), figure.side
     longest = max((sum(values.values()) for _, values in figure.rows), default=0.0) or 1.0
     row_height = 22 if len(figure.rows) <= 24 else 12
     room = WIDTH - LABEL
-    body = [_legend(figure)]
+    body = [_legend(figure.legend, side)]
     for number, (label, values) in enumerate(figure.rows):
         y, x = 30 + number * row_height, float(LABEL)
         body.append(_text(LABEL - 8, y + row_height * 0.68, label, "label", "end"))
@@ -65,21 +69,21 @@ def bars(figure: Bars) -> str:
     return _svg(WIDTH, 34 + len(figure.rows) * row_height, "".join(body), figure.title, "bars")
 
 
-def _legend(figure: Bars) -> str:
-    keys, side, x, parts = list(figure.legend), dict(figure.side), float(LABEL), []
+def _legend(legend: Mapping[str, str], side: Mapping[str, str]) -> str:
+    keys, x, parts = list(legend), float(LABEL), []
     for key in keys:
         parts.append(
             f'<rect x="{x:.1f}" y="6" width="12" height="12" class="side-{side[key]}" '
             f'fill-opacity="{_shade(keys, side, key):g}"/>'
         )
-        parts.append(_text(x + 17, 16, figure.legend[key], "label"))
-        x += 34 + 7.2 * len(figure.legend[key])
+        parts.append(_text(x + 17, 16, legend[key], "label"))
+        x += 34 + 7.2 * len(legend[key])
     return "".join(parts)
 
 
 def series(figure: Series) -> str:
     """Lines from zero, so that heights compare; a grid of three, the axis in words."""
-    words = duration if figure.unit == "duration" else size
+    words = printer(figure.unit)
     height, left, bottom, top = 220, 90, 190, 16
     points = [point for _, line in figure.lines for point in line]
     low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
@@ -101,6 +105,69 @@ def series(figure: Series) -> str:
     body.append(_text(left, height - 10, f"{figure.axis} {low_x:g}", "label"))
     body.append(_text(WIDTH - 10, height - 10, f"{high_x:.4g}", "label", "end"))
     return _svg(WIDTH, height, "".join(body), figure.title, "series")
+
+
+def lanes(figure: Lanes) -> str:
+    """Spans on one time axis, a row a lane; each span's words and length are its tooltip."""
+    keys, side, whole = list(figure.legend), figure.side, extent(figure)
+    across = (WIDTH - LABEL - 4) / whole
+    row_height = 24 if len(figure.rows) <= 24 else 12
+    bottom = 30 + len(figure.rows) * row_height
+    body = [_legend(figure.legend, side)]
+    for number, (label, spans) in enumerate(figure.rows):
+        y = 30 + number * row_height
+        if row_height >= 20 or number % 4 == 0:
+            body.append(_text(LABEL - 8, y + row_height * 0.66, label, "label", "end"))
+        body.append(
+            f'<line x1="{LABEL}" x2="{WIDTH - 4}" y1="{y + row_height / 2 - 2:g}" y2="{y + row_height / 2 - 2:g}" class="grid"/>'
+        )
+        for start, end, key, words in without_slivers(spans, MOST_SLIVER / across):
+            x, width = LABEL + start * across, max((end - start) * across, MOST_SLIVER)
+            said = f"{label}: {' '.join(part for part in (figure.legend[key], words) if part)}"
+            tip = f"{said}, {duration(end - start)} at {duration(start)}"
+            body.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{row_height - 4}" '
+                f'class="side-{side[key]} span" fill-opacity="{_shade(keys, side, key):g}"><title>{escape(tip)}</title></rect>'
+            )
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        anchor = "end" if part == 1.0 else "middle" if part else "start"
+        body.append(
+            _text(LABEL + part * (WIDTH - LABEL - 4), bottom + 14, duration(part * whole), "label", anchor)
+        )
+    return _svg(WIDTH, bottom + 20, "".join(body), figure.title, "lanes")
+
+
+def areas(figure: Areas) -> str:
+    """Layers on top of each other, the first at the bottom; each one's highest value is its tooltip."""
+    words, x = printer(figure.unit), figure.x
+    height, left, bottom, top = 250, LABEL, 214, 34
+    legend = {str(number): label for number, (label, _, _) in enumerate(figure.layers)}
+    side = {str(number): role for number, (_, role, _) in enumerate(figure.layers)}
+    total = [sum(values) for values in zip(*(values for _, _, values in figure.layers), strict=True)]
+    high = max(total, default=0.0) or 1.0
+    body = [_legend(legend, side)]
+    if not total:
+        return _svg(WIDTH, top, "".join(body), figure.title, "areas")
+    across, down = (WIDTH - left - 10) / ((x[-1] - x[0]) or 1.0), (bottom - top) / (high * 1.03)
+    for part in (0.0, 0.5, 1.0):
+        y = bottom - high * part * down
+        body.append(f'<line x1="{left}" x2="{WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        body.append(_text(left - 8, y + 4, words(high * part), "label", "end"))
+    below = [0.0] * len(x)
+    for number, (label, role, values) in enumerate(figure.layers):
+        above = [low + value for low, value in zip(below, values, strict=True)]
+        outline = [*zip(x, above, strict=True), *reversed(list(zip(x, below, strict=True)))]
+        path = " ".join(f"{left + (at - x[0]) * across:.1f},{bottom - y * down:.1f}" for at, y in outline)
+        most = max(range(len(x)), key=values.__getitem__)
+        tip = f"{label}: at most {words(values[most])} at {axis_words(figure.axis, x[most])}"
+        body.append(
+            f'<polygon points="{path}" class="side-{role}" '
+            f'fill-opacity="{_shade(list(legend), side, str(number)):g}"><title>{escape(tip)}</title></polygon>'
+        )
+        below = above
+    body.append(_text(left, height - 14, axis_words(figure.axis, x[0]), "label"))
+    body.append(_text(WIDTH - 10, height - 14, axis_words(figure.axis, x[-1]), "label", "end"))
+    return _svg(WIDTH, height, "".join(body), figure.title, "areas")
 
 
 def heat(figure: Heat) -> str:

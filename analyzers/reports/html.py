@@ -106,8 +106,10 @@ def _block(block: Block, text: Mapping[str, str]) -> str:
         return _figure(block.title, figures.series(block), block.table, text)
     if isinstance(block, Heat):
         return _figure(block.title, figures.heat(block), block.table, text)
-    if isinstance(block, (Lanes, Areas)):
-        return f"<h3>{escape(block.title)}</h3>{_table(block.table)}"
+    if isinstance(block, Lanes):
+        return _figure(block.title, figures.lanes(block), block.table, text)
+    if isinstance(block, Areas):
+        return _figure(block.title, figures.areas(block), block.table, text)
     return f"<h3>{escape(block.title)}</h3>{_table(block)}" if block.title else _table(block)
 
 

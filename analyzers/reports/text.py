@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from trine.analyzers.results import Analysis
-from trine.analyzers.units import duration, size
+from trine.analyzers.units import duration
 
+from ._cells import axis_words, printer
+from ._lanes import extent, letters, row_of_cells
 from .content import compose
 from .document import (
     Areas,
@@ -52,6 +54,8 @@ COLOURS = {
     "memory": "#009E73",
     "idle": "#9AA0A6",
     "fault": "#D55E00",
+    "backward": "#CC79A7",
+    "weight": "#D6C400",
 }
 #: Parts of a bar in order; each has its own texture, so colour is not needed.
 TEXTURES = ("█", "▓", "▒", "░", "■", "▪", "·")
@@ -141,7 +145,11 @@ class _Writer:
             self.table(block.table)
         elif isinstance(block, Heat):
             self.heat(block)
-        elif isinstance(block, (Lanes, Areas)):
+        elif isinstance(block, Lanes):
+            self.lanes(block)
+            self.table(block.table)
+        elif isinstance(block, Areas):
+            self.areas(block)
             self.table(block.table)
         else:
             self.table(block)
@@ -179,13 +187,53 @@ class _Writer:
 
     def series(self, series: Series) -> None:
         self.line((series.title, "underline"))
-        word = duration if series.unit == "duration" else size
+        word = printer(series.unit)
         for label, points in series.lines[:8]:
             values = _sampled([y for _, y in points], self.width - 42)
             low, high = min(values), max(values)
             spark = "".join(_LEVELS[_level(value, low, high)] for value in values)
             ends = f"  {word(low)} – {word(high)}"
             self.line(shorten(label, 11).ljust(12), (spark, COLOURS[series.side]), (ends, "dim"))
+
+    def lanes(self, lanes: Lanes) -> None:
+        """A capital where a span begins, small letters where it goes on, dots where nothing runs."""
+        self.line((lanes.title, "underline"))
+        keys, letter = list(lanes.legend), letters(lanes.legend)
+        legend: list[str | tuple[str, str]] = []
+        for key in keys:
+            legend += [(letter[key], COLOURS[lanes.side[key]]), f" {lanes.legend[key]}  "]
+        self.line(*legend)
+        whole, room = extent(lanes), self.width - 12
+        for label, spans in lanes.rows[:MOST_RANKS]:
+            parts: list[str | tuple[str, str]] = [shorten(label, 11).ljust(12)]
+            for key, begins in row_of_cells(spans, keys, whole, room):
+                if key is None:
+                    parts.append(("·", "dim"))
+                else:
+                    parts.append((letter[key] if begins else letter[key].lower(), COLOURS[lanes.side[key]]))
+            self.line(*parts)
+        end = duration(whole)
+        self.line((" " * 12 + "0" + end.rjust(room - 1), "dim"))
+        if len(lanes.rows) > MOST_RANKS:
+            self.wrapped(self.text["more_rows"].format(left=len(lanes.rows) - MOST_RANKS), style="dim")
+
+    def areas(self, areas: Areas) -> None:
+        """The sum of the layers as one line of bars; the layers themselves are in the table."""
+        self.line((areas.title, "underline"))
+        totals = [sum(values) for values in zip(*(values for _, _, values in areas.layers), strict=True)]
+        if not totals:
+            return
+        word, room = printer(areas.unit), self.width - 42
+        values, high = _sampled(totals, room), max(totals)
+        spark = "".join(_LEVELS[_level(value, 0.0, high)] for value in values)
+        ends = f"  {self.text['at_most']} {word(high)}"
+        self.line(
+            self.text["total"].ljust(12),
+            (spark, COLOURS["memory" if areas.unit == "size" else "computation"]),
+            (ends, "dim"),
+        )
+        first, last = axis_words(areas.axis, areas.x[0]), axis_words(areas.axis, areas.x[-1])
+        self.line((" " * 12 + first + last.rjust(max(len(spark) - len(first), len(last) + 1)), "dim"))
 
     def heat(self, heat: Heat) -> None:
         self.table(

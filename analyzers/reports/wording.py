@@ -156,6 +156,7 @@ ENGLISH: Mapping[str, str] = {
     "error": "error",
     "more_rows": "{left} more not shown",
     "more_ranks": "{left} more ranks not shown; those shown are the slowest and the most waiting",
+    "at_most": "at most",
     "figure_table": "numbers",
     "cut": "This report was cut to {limit}: {what} left out. trine analyze --format json has everything.",
     "triangle_note": "The triangle places the run between its three sides by what its time at work is spent on (idle time, the loader and Python belong to no side); one dot a rank.",
