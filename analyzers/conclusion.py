@@ -83,7 +83,7 @@ def _source(
 ) -> Source:
     steps = {int(index) for s in summaries if s.steps is not None for index in s.steps["index"].tolist()}
     return Source(
-        path=str(job.path),
+        path=job.name or str(job.path),
         format=job.format,
         world_size=job.world_size or max((s.world_size or 0 for s in summaries), default=0) or None,
         ranks=tuple(summary.rank for summary in summaries),
@@ -91,6 +91,7 @@ def _source(
         steps=len(steps),
         selection=selection.text,
         metadata=dict(job.metadata),
+        formats=job.formats or (job.format,),
     )
 
 

@@ -47,6 +47,7 @@ def to_json(analysis: Analysis) -> dict[str, Any]:
         "source": {
             "path": source.path,
             "format": source.format,
+            "formats": source.formats or (source.format,),
             "world_size": source.world_size,
             "ranks": source.ranks,
             "missing_ranks": source.missing_ranks,

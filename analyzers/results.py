@@ -366,6 +366,7 @@ class Source:
     steps: int
     selection: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    formats: tuple[str, ...] = ()  # all kinds of files that make the job, the main one first
 
 
 @dataclass(frozen=True, slots=True)

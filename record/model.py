@@ -418,11 +418,22 @@ class RankSource:
     path: Path
     read: Callable[[RankSource], Rank]
     member: str | None = None  # name inside an archive
+    label: str | None = None  # what to call it where the path is none that the user knows
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+        return self.label or (f"{self.path}:{self.member}" if self.member else str(self.path))
 
 
 @dataclass(slots=True)
 class Job:
-    """The ranks of one run, each read when asked for."""
+    """The ranks of one run, each read when asked for.
+
+    ``format`` is the main source's, ``formats`` all that were found, the main one first. ``name`` is what
+    the user called it where ``path`` is none (a URL). ``keep`` holds what must live as long as the job, such
+    as a folder of fetched files.
+    """
 
     path: Path
     format: str
@@ -430,6 +441,9 @@ class Job:
     world_size: int | None
     metadata: dict[str, Any] = field(default_factory=dict)
     quality: list[Quality] = field(default_factory=list)
+    formats: tuple[str, ...] = ()
+    name: str | None = None
+    keep: object = field(default=None, repr=False, compare=False)
 
     @property
     def rank_ids(self) -> tuple[int, ...]:
