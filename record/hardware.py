@@ -49,6 +49,7 @@ class Peaks:
     ``link_bytes_per_s`` is one device's scale-up bandwidth in one direction. ``measured`` tells a
     calibration from a datasheet; then ``threads`` is the thread count it holds for, and
     ``collective`` the all-reduce's α (``alpha_s``), β (``bytes_per_s``), ``backend`` and ``ranks``.
+    ``multiprocessors`` counts streaming multiprocessors or compute units.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Peaks:
     measured: bool = False
     threads: int | None = None
     collective: Mapping[str, float | int | str] = field(default_factory=dict)
+    multiprocessors: int | None = None
 
 
 def peaks_of(device_name: str) -> Peaks | None:
@@ -174,6 +176,7 @@ def _peaks(row: Mapping[str, str]) -> Peaks:
         memory_bytes_per_s=_giga(row["memory_gb_per_s"]),
         link_bytes_per_s=_giga(row["link_gb_per_s"]),
         source=row["source"],
+        multiprocessors=int(row["multiprocessors"]) if row["multiprocessors"] else None,
     )
 
 

@@ -366,11 +366,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A device as its source names it."""
+    """A device as its source names it. ``multiprocessors`` counts streaming multiprocessors or compute units."""
 
     index: int
     name: str
     memory_bytes: int | None = None
+    multiprocessors: int | None = None
 
 
 @dataclass(slots=True)
