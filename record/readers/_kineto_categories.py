@@ -18,6 +18,7 @@ __all__ = [
     "PYTHON",
     "RUNTIME",
     "SILENT",
+    "SYNC_MARK",
     "host_kind_of_name",
 ]
 
@@ -26,6 +27,7 @@ OPERATOR, RUNTIME, ANNOTATION, PYTHON, LOADER, SYNC, COLLECTOR = range(len(HOST_
 
 DEVICE = 100
 MEMORY = 200
+SYNC_MARK = 250
 IGNORED = 300
 
 #: Flow arrows, names of threads and counters.
@@ -56,13 +58,13 @@ CATEGORIES = {
     "privateuse1_driver": RUNTIME,
     "user_annotation": ANNOTATION,
     "python_function": PYTHON,
+    "cuda_sync": SYNC_MARK,
+    "cuda_event": SYNC_MARK,
+    "xpu_sync": SYNC_MARK,
     # Copies of host spans on device rows, markers and counters: no work of their own.
     **dict.fromkeys(
         (
             "gpu_user_annotation",
-            "cuda_sync",
-            "xpu_sync",
-            "cuda_event",
             "cuda_profiler_range",
             "external_correlation",
             "overhead",

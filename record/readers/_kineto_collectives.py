@@ -121,9 +121,8 @@ def _elements(shapes: str | None, types: str | None) -> tuple[int, str | None, i
 class _Host:
     """Looks up what the host says about a call."""
 
-    def __init__(self, host: Table | None, types: Mapping[int, str], metadata: dict[int, _Call]) -> None:
+    def __init__(self, host: Table | None, metadata: dict[int, _Call]) -> None:
         self.host = host
-        self.types = types
         self.metadata = metadata
         self._annotations: dict[int, _Call | None] = {}
 
@@ -161,7 +160,7 @@ class _Host:
             peer = _PEER.search(name)
             call.peer = int(peer[1] or peer[2]) if peer else MISSING
         shapes = host.strings.text(int(host["shapes"][row]))
-        elements, dtype, width = _elements(shapes, self.types.get(row))
+        elements, dtype, width = _elements(shapes, host.strings.text(int(host["types"][row])))
         if dtype is not None:
             call.dtype = dtype
             call.in_bytes = elements * width
@@ -177,18 +176,16 @@ def collectives_table(
     marked: Sequence[tuple[str, int, CollectiveArguments]],
     device: Table | None,
     host: Table | None,
-    types: Mapping[int, str],
     strings: Strings,
 ) -> tuple[Table | None, list[tuple[str, str | None, tuple[int, ...]]]]:
     """The collectives of a rank and the groups that their metadata names.
 
-    ``marked`` are the communication kernels and ``record_param_comms`` rows with their arguments;
-    ``types`` is "Input type" as raw JSON, by host row of an annotation.
+    ``marked`` are the communication kernels and ``record_param_comms`` rows with their arguments.
     """
     metadata = {row: _from_metadata(arguments) for kind, row, arguments in marked if kind == "host"}
     for row, call in metadata.items():
         call.host_row = row
-    look = _Host(host, types, metadata)
+    look = _Host(host, metadata)
     by_external = {_external(arguments): row for kind, row, arguments in marked if kind == "host"}
     groups = [group for call in metadata.values() for group in call.groups]
     calls: list[tuple[_Call, int]] = []

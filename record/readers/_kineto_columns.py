@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,73 +24,27 @@ from ._kineto_categories import (
     PYTHON,
     RUNTIME,
     SILENT,
+    SYNC_MARK,
 )
+from ._kineto_codes import NameCodes, Products, RawCodes, Threads
 from ._kineto_events import (
-    DECODE_ERRORS,
+    CallArguments,
     CollectiveArguments,
     DeviceArguments,
     Event,
     ExactEvent,
     HostArguments,
     MemoryArguments,
+    SyncArguments,
     arguments,
 )
 from ._kineto_stream import Chunk
-from ._kineto_times import as_doubles_say, nanoseconds, nanoseconds_of_numbers, whole
+from ._kineto_terms import sync_kind
+from ._kineto_times import as_doubles_say, nanoseconds, nanoseconds_of_numbers, numbers, whole
 
 __all__ = ["Columns"]
 
 Array = npt.NDArray[Any]
-
-
-class _NameCodes(dict[Any, int]):
-    """Name → code in the pool; a name seen for the first time is added."""
-
-    def __init__(self, strings: Strings) -> None:
-        super().__init__({None: -1})
-        self._strings = strings
-
-    def __missing__(self, name: Any) -> int:
-        text = name if isinstance(name, str) else str(name)[:200]
-        code = self[name] = self._strings.code(text)
-        return code
-
-
-class _RawCodes(dict[bytes, int]):
-    """Raw JSON → code of a string's content, or of anything else as it was written."""
-
-    def __init__(self, strings: Strings) -> None:
-        super().__init__({b"": -1, b'""': -1, b"[]": -1, b"null": -1})
-        self._strings = strings
-
-    def __missing__(self, data: bytes) -> int:
-        text = data.decode("utf-8", "replace")
-        if data[:1] == b'"':
-            with contextlib.suppress(*DECODE_ERRORS):  # else kept as it was written
-                text = msgspec.json.decode(data, type=str)
-        code = self[data] = self._strings.code(text)
-        return code
-
-
-class _Threads(dict[tuple[Any, Any], int]):
-    """(process, thread) as written → the thread's number; unlike threads never share one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._owners: dict[int, tuple[str, str]] = {}
-
-    def __missing__(self, key: tuple[Any, Any]) -> int:
-        owner = (str(key[0]), str(key[1]))
-        try:
-            thread = int(owner[1].rsplit(" ", 1)[-1])
-        except ValueError:
-            thread = -1
-        if abs(thread) >= 2**62:
-            thread = -1
-        while self._owners.setdefault(thread, owner) != owner:
-            thread = -len(self._owners) - 1000  # the same number in another process
-        self[key] = thread
-        return thread
 
 
 class _Sorted:
@@ -151,9 +104,9 @@ class Columns:
         self.device: list[dict[str, Array]] = []
         self.host: list[dict[str, Array]] = []
         self.memory: list[dict[str, Array]] = []
+        self.syncs: list[dict[str, Array]] = []
         #: ("device" | "host", row, arguments) of communication kernels and of ``record_param_comms``.
         self.collectives: list[tuple[str, int, CollectiveArguments]] = []
-        self.types: dict[int, str] = {}  # host row of an annotation → its "Input type"
         self.unknown: Counter[str] = Counter()
         self.events = 0
         self.negative_durations = 0
@@ -161,9 +114,10 @@ class Columns:
         self.unclosed = 0
         self._device_rows = 0
         self._host_rows = 0
-        self._names = _NameCodes(strings)
-        self._texts = _RawCodes(strings)
-        self._threads = _Threads()
+        self._names = NameCodes(strings)
+        self._texts = RawCodes(strings)
+        self._threads = Threads()
+        self._products = Products()
         self._open: dict[tuple[str, str], list[Event]] = {}
 
     def add(self, chunk: Chunk) -> bool:
@@ -186,6 +140,8 @@ class Columns:
                 self._add_host(events, action, *spans)
             elif action < MEMORY:
                 self._add_device(events, action - DEVICE, *spans)
+            elif action == SYNC_MARK:
+                self._add_syncs(events, *spans)
             else:
                 self._add_memory(events, *spans)
         return exact
@@ -259,6 +215,7 @@ class Columns:
             "name": names,
             "bytes": whole([a.bytes for a in args]),
             "correlation": whole([a.correlation for a in args]),
+            **self._launch_shapes(args),
         }
         self.device.append(_kept(columns, known))
         self._device_rows += int(np.count_nonzero(known))
@@ -276,29 +233,71 @@ class Columns:
         if kind == OPERATOR:
             metadata = names == self.strings.find("record_param_comms")
             self._keep_collectives("host", events, metadata & known, self._host_rows, known)
-        elif kind == ANNOTATION:
-            self._keep_types(events, known)
         self.host.append(_kept(columns, known))
         self._host_rows += int(np.count_nonzero(known))
 
+    def _launch_shapes(self, args: list[DeviceArguments]) -> dict[str, Array]:
+        """Grids, blocks, graph nodes and occupancies of device work."""
+        product = self._products
+        graph, node = whole([a.graph for a in args]), whole([a.graph_node for a in args])
+        # Kineto writes node 0 of graph 0 for work that is in no graph.
+        in_graph = (node != MISSING) & ((graph > 0) | ((graph == MISSING) & (node != 0)))
+        return {
+            "grid_blocks": np.array([product[bytes(a.grid)] for a in args], dtype=np.int64),
+            "block_threads": np.array([product[bytes(a.block)] for a in args], dtype=np.int64),
+            "graph_node": np.where(in_graph, node, MISSING),
+            "occupancy": numbers([a.achieved for a in args]) / 100.0,
+        }
+
     def _host_arguments(self, events: list[Event], kind: int) -> dict[str, Array]:
         """Of a host kind the arguments that it has: runtime calls correlations, operators texts, Python nothing."""
-        count = len(events)
-        missing = np.full(count, MISSING, dtype=np.int64)
-        absent = np.full(count, -1, dtype=np.int32)
-        if kind == PYTHON:
-            return {"module": absent, "correlation": missing, "shapes": absent, "stack": absent}
-        args = arguments(events, HostArguments)
-        if kind == RUNTIME:
-            missing = whole([a.correlation for a in args])
-            return {"module": absent, "correlation": missing, "shapes": absent, "stack": absent}
-        text = self._texts
-        return {
-            "module": np.array([text[bytes(a.hierarchy)] if a.hierarchy else -1 for a in args], np.int32),
-            "correlation": missing,
-            "shapes": np.array([text[bytes(a.dimensions or a.old_dimensions)] for a in args], np.int32),
-            "stack": np.array([text[bytes(a.call_stack)] if a.call_stack else -1 for a in args], np.int32),
+        columns: dict[str, Array] = {
+            name: np.full(len(events), MISSING, dtype=np.int64)
+            for name in ("correlation", "sequence", "forward_thread")
         }
+        columns |= {
+            name: np.full(len(events), -1, dtype=np.int32) for name in ("module", "shapes", "stack", "types")
+        }
+        columns["flops"] = np.full(len(events), np.nan)
+        if kind == PYTHON:
+            return columns
+        if kind == RUNTIME:
+            columns["correlation"] = whole([a.correlation for a in arguments(events, CallArguments)])
+            return columns
+        args = arguments(events, HostArguments)
+        text = self._texts
+        texts = {
+            "module": [text[bytes(a.hierarchy)] if a.hierarchy else -1 for a in args],
+            "shapes": [text[bytes(a.dimensions or a.old_dimensions)] for a in args],
+            "stack": [text[bytes(a.call_stack)] if a.call_stack else -1 for a in args],
+            "types": [text[bytes(a.types)] if a.types else -1 for a in args],
+        }
+        columns |= {name: np.array(codes, dtype=np.int32) for name, codes in texts.items()}
+        columns["sequence"] = whole([a.sequence for a in args])
+        # A forward operator has 0 here: no other thread ran its forward.
+        forward = whole([a.forward_thread for a in args])
+        columns["forward_thread"] = np.where(forward == 0, MISSING, forward)
+        columns["flops"] = numbers([a.flops for a in args])
+        return columns
+
+    def _add_syncs(self, events: list[Event], start: Array, end: Array, known: Array) -> None:
+        """Waits as the profiler saw them on the device; ``cuda_event`` says where an event was recorded."""
+        args = arguments(events, SyncArguments)
+        kinds = [sync_kind(a.kind or a.xpu_kind or e.name, e.cat) for e, a in zip(events, args, strict=True)]
+        columns = {
+            "kind": np.array([self.strings.code(kind) for kind in kinds], dtype=np.int32),
+            "start_ns": start,
+            "end_ns": end,
+            "device": whole(
+                [e.pid if a.device is None else a.device for e, a in zip(events, args, strict=True)]
+            ),
+            "stream": whole([a.stream for a in args]),
+            "event": whole([a.recorded_event if a.event is None else a.event for a in args]),
+            "source_stream": whole([a.source_stream for a in args]),
+            "source_correlation": whole([a.source_correlation for a in args]),
+            "correlation": whole([a.correlation for a in args]),
+        }
+        self.syncs.append(_kept(columns, known))
 
     def _keep_collectives(
         self, side: str, events: list[Event], marked: Array, before: int, known: Array
@@ -308,13 +307,6 @@ class Columns:
         rows = (before + np.cumsum(known) - known)[marked].tolist()
         args = arguments([events[position] for position in positions], CollectiveArguments)
         self.collectives += zip([side] * len(rows), rows, args, strict=True)
-
-    def _keep_types(self, events: list[Event], known: Array) -> None:
-        """Keep the dtypes of annotations: those around a collective tell its bytes."""
-        rows = (self._host_rows + np.cumsum(known) - known).tolist()
-        for row, kept, args in zip(rows, known.tolist(), arguments(events, CollectiveArguments), strict=True):
-            if kept and args.types:
-                self.types[row] = bytes(args.types).decode("utf-8", "replace")
 
     def _add_memory(self, events: list[Event], start: Array, end: Array, known: Array) -> None:
         args = arguments(events, MemoryArguments)

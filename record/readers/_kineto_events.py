@@ -13,6 +13,7 @@ import msgspec
 
 __all__ = [
     "DECODE_ERRORS",
+    "CallArguments",
     "CollectiveArguments",
     "DeviceArguments",
     "Event",
@@ -20,6 +21,7 @@ __all__ = [
     "Facts",
     "HostArguments",
     "MemoryArguments",
+    "SyncArguments",
     "arguments",
     "decode_events",
     "lenient_event",
@@ -31,7 +33,16 @@ DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Value
 _NOTHING = msgspec.Raw(b"")
 
 
-class DeviceArguments(msgspec.Struct, gc=False, rename={"collective": "Collective name"}):
+class DeviceArguments(
+    msgspec.Struct,
+    gc=False,
+    rename={
+        "collective": "Collective name",
+        "graph": "graph id",
+        "graph_node": "graph node id",
+        "achieved": "est. achieved occupancy %",
+    },
+):
     """``args`` of device work; whatever a writer put there, so every field is ``Any`` or raw."""
 
     correlation: Any = None
@@ -39,6 +50,12 @@ class DeviceArguments(msgspec.Struct, gc=False, rename={"collective": "Collectiv
     device: Any = None
     bytes: Any = None
     collective: Any = None
+    grid: msgspec.Raw = _NOTHING
+    block: msgspec.Raw = _NOTHING
+    graph: Any = None
+    graph_node: Any = None
+    achieved: Any = None
+    occupancy: msgspec.Raw = _NOTHING
 
 
 class HostArguments(
@@ -47,17 +64,54 @@ class HostArguments(
     rename={
         "dimensions": "Input Dims",
         "old_dimensions": "Input dims",
+        "types": "Input type",
         "call_stack": "Call stack",
         "hierarchy": "Module Hierarchy",
+        "sequence": "Sequence number",
+        "forward_thread": "Fwd thread id",
     },
 ):
-    """``args`` of operators, annotations and runtime calls."""
+    """``args`` of operators and annotations."""
 
-    correlation: Any = None
     dimensions: msgspec.Raw = _NOTHING
     old_dimensions: msgspec.Raw = _NOTHING
+    types: msgspec.Raw = _NOTHING
     call_stack: msgspec.Raw = _NOTHING
     hierarchy: msgspec.Raw = _NOTHING
+    sequence: Any = None
+    forward_thread: Any = None
+    flops: Any = None
+
+
+class CallArguments(msgspec.Struct, gc=False):
+    """``args`` of runtime and driver calls."""
+
+    correlation: Any = None
+
+
+class SyncArguments(
+    msgspec.Struct,
+    gc=False,
+    rename={
+        "kind": "cuda_sync_kind",
+        "xpu_kind": "Type",
+        "source_stream": "wait_on_stream",
+        "event": "wait_on_cuda_event_id",
+        "source_correlation": "wait_on_cuda_event_record_corr_id",
+        "recorded_event": "event_id",
+    },
+):
+    """``args`` of ``cuda_sync``, ``cuda_event`` and ``xpu_sync``."""
+
+    kind: Any = None
+    xpu_kind: Any = None
+    device: Any = None
+    stream: Any = None
+    correlation: Any = None
+    source_stream: Any = None
+    event: Any = None
+    source_correlation: Any = None
+    recorded_event: Any = None
 
 
 class MemoryArguments(
@@ -88,7 +142,6 @@ class CollectiveArguments(
     rename={
         "external_id": "External id",
         "old_external_id": "external id",
-        "types": "Input type",
         "collective": "Collective name",
         "in_elements": "In msg nelems",
         "out_elements": "Out msg nelems",
@@ -108,7 +161,6 @@ class CollectiveArguments(
 
     external_id: Any = None
     old_external_id: Any = None
-    types: msgspec.Raw = _NOTHING
     collective: Any = None
     dtype: Any = None
     in_elements: Any = None
@@ -125,7 +177,15 @@ class CollectiveArguments(
     destination_rank: Any = None
 
 
-_Arguments = TypeVar("_Arguments", DeviceArguments, HostArguments, MemoryArguments, CollectiveArguments)
+_Arguments = TypeVar(
+    "_Arguments",
+    DeviceArguments,
+    HostArguments,
+    CallArguments,
+    SyncArguments,
+    MemoryArguments,
+    CollectiveArguments,
+)
 
 
 class Event(msgspec.Struct, gc=False):
@@ -185,7 +245,14 @@ class Facts(msgspec.Struct, gc=False):
 
 _decoders: dict[Any, Any] = {
     kind: msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
-    for kind in (DeviceArguments, HostArguments, MemoryArguments, CollectiveArguments)
+    for kind in (
+        DeviceArguments,
+        HostArguments,
+        CallArguments,
+        SyncArguments,
+        MemoryArguments,
+        CollectiveArguments,
+    )
 }
 _quick = msgspec.json.Decoder(list[Event])
 _exact = msgspec.json.Decoder(list[ExactEvent])

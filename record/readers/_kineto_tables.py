@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ..model import HOST_KINDS, MISSING, Strings, Table
 from ._kineto_categories import host_kind_of_name
+from ._kineto_terms import EVENT_RECORD
 
 __all__ = [
     "device_table",
@@ -21,10 +22,12 @@ __all__ = [
     "parents",
     "step_of",
     "steps_table",
+    "synchronizations_table",
 ]
 
 Array = npt.NDArray[Any]
 
+_MODULE = re.compile(r"nn\.Module: (\S+)")
 _PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,18})$")
 #: Old files round to whole microseconds, so a child may seem to outlast its parent by one.
 _ROUNDING_NS = 1_000
@@ -47,6 +50,7 @@ def host_table(columns: dict[str, Array], base_ns: int, strings: Strings) -> Tab
     _refine(columns, strings)
     columns["correlation"][~np.isin(columns["kind"], (_RUNTIME, _SYNC))] = MISSING
     columns["parent"] = parents(columns["thread"], columns["start_ns"], columns["end_ns"])
+    _name_modules(columns, strings)
     return Table("host", columns, strings)
 
 
@@ -63,6 +67,46 @@ def _refine(columns: dict[str, Array], strings: Strings) -> None:
         for better in set(refined.values()):
             wanted = [code for code, value in refined.items() if value == better]
             kinds[rows & np.isin(names, wanted)] = better
+
+
+def _name_modules(columns: dict[str, Array], strings: Strings) -> None:
+    """Fill ``module`` from the enclosing ``nn.Module: X_0`` spans of a trace with stacks, outermost first, joined by dots.
+
+    What the source states itself ("Module Hierarchy") stays.
+    """
+    own = {
+        code: match[1]
+        for code, name in enumerate(strings.values)
+        if (match := _MODULE.match(name)) is not None
+    }
+    if not own:
+        return
+    parent, names = columns["parent"], columns["name"]
+    rows = np.flatnonzero(np.isin(names, list(own)))
+    is_module = np.zeros(len(names), bool)
+    is_module[rows] = True
+    around = _nearest(is_module, parent)
+    paths: dict[int, str] = {}
+    for row in rows[np.lexsort((-columns["end_ns"][rows], columns["start_ns"][rows]))].tolist():
+        outer = paths.get(int(around[row]))
+        name = own[int(names[row])]
+        paths[row] = f"{outer}.{name}" if outer else name
+    codes = np.full(len(names) + 1, -1, np.int32)  # the last is for rows outside any module
+    for row, path in paths.items():
+        codes[row] = strings.code(path)
+    found = codes[np.where(is_module, np.arange(len(names)), around)]
+    columns["module"] = np.where(columns["module"] < 0, found, columns["module"])
+
+
+def _nearest(marked: Array, parent: Array) -> Array:
+    """Of each row the nearest enclosing row that is marked, -1 where none is."""
+    found = parent.copy()
+    rows = np.flatnonzero((found >= 0) & ~marked[found])
+    while len(rows):
+        found[rows] = parent[found[rows]]
+        above = found[rows]
+        rows = rows[(above >= 0) & ~marked[above]]
+    return found
 
 
 def parents(thread: Array, start: Array, end: Array) -> Array:
@@ -176,3 +220,22 @@ def memory_table(columns: dict[str, Array], base_ns: int, strings: Strings) -> T
     columns["time_ns"] += base_ns
     order = np.argsort(columns["time_ns"], kind="stable")
     return Table("memory", {name: column[order] for name, column in columns.items()}, strings)
+
+
+def synchronizations_table(columns: dict[str, Array], base_ns: int, strings: Strings) -> Table | None:
+    """Waits by time. The stream that recorded the event waited for is filled in from ``cuda_event`` where it is not said."""
+    columns["start_ns"] += base_ns
+    columns["end_ns"] += base_ns
+    records = columns["kind"] == strings.find(EVENT_RECORD)
+    for name in ("stream", "source_stream", "source_correlation"):
+        columns[name] = np.where(columns[name] < 0, MISSING, columns[name])
+    streams = dict(
+        zip(columns["correlation"][records].tolist(), columns["stream"][records].tolist(), strict=True)
+    )
+    source = columns["source_stream"]
+    for row in np.flatnonzero((source == MISSING) & (columns["source_correlation"] != MISSING)).tolist():
+        source[row] = streams.get(int(columns["source_correlation"][row]), MISSING)
+    rows = np.flatnonzero(~records)
+    rows = rows[np.argsort(columns["start_ns"][rows], kind="stable")]
+    picked = {name: column[rows] for name, column in columns.items()}
+    return Table("synchronizations", picked, strings) if len(rows) else None

@@ -9,7 +9,17 @@ from typing import Any
 
 from ..model import MISSING, Group
 
-__all__ = ["bytes_of", "dtype_of", "groups_of", "integer_of", "operation_of_call", "ranks_of", "text_of"]
+__all__ = [
+    "EVENT_RECORD",
+    "bytes_of",
+    "dtype_of",
+    "groups_of",
+    "integer_of",
+    "operation_of_call",
+    "ranks_of",
+    "sync_kind",
+    "text_of",
+]
 
 #: torch's scalar type names, as c10 prints them in metadata ("Float") and in "Input type" ("c10::Half").
 _DTYPES = {
@@ -81,6 +91,32 @@ def bytes_of(operation: str | None, in_bytes: int, out_bytes: int) -> int:
     if operation in ("reduce_scatter", "all_to_all", "send", "scatter", "reduce"):
         return in_bytes
     return out_bytes if in_bytes in (MISSING, 0) else in_bytes
+
+
+#: CUPTI's names of waits (``cuda_sync_kind``) and PTI's (``Type`` of ``xpu_sync``) → ours. Kineto's
+#: "Context Sync" is cudaDeviceSynchronize. A GPU barrier holds back what comes after it in its queue.
+_SYNC_KINDS = {
+    "stream wait event": "stream_wait",
+    "event sync": "event_sync",
+    "stream sync": "stream_sync",
+    "context sync": "device_sync",
+    "device sync": "device_sync",
+    "gpu_barrier_execution": "stream_wait",
+    "gpu_barrier_memory": "stream_wait",
+    "host_event": "event_sync",
+    "host_fence": "stream_sync",
+    "host_command_list": "stream_sync",
+    "host_command_queue": "stream_sync",
+}
+#: Not a wait: where an event was recorded. It completes the waits for that event and is then left out.
+EVENT_RECORD = "event_record"
+
+
+def sync_kind(name: Any, category: Any = None) -> str | None:
+    """The kind of a wait by the profiler's name for it; ``None`` of one that is not known."""
+    if str(category).lower() == "cuda_event":
+        return EVENT_RECORD
+    return _SYNC_KINDS.get(str(name).strip().lower())
 
 
 def integer_of(value: Any) -> int:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..model import MISSING
 
-__all__ = ["as_doubles_say", "nanoseconds", "nanoseconds_of", "nanoseconds_of_numbers", "whole"]
+__all__ = ["as_doubles_say", "nanoseconds", "nanoseconds_of", "nanoseconds_of_numbers", "numbers", "whole"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -160,3 +160,17 @@ def _whole(value: Any) -> int:
     if type(value) is int and -(2**63) <= value < 2**63:
         return value
     return MISSING
+
+
+def numbers(values: Sequence[Any]) -> npt.NDArray[np.float64]:
+    """Floats of decoded JSON values, shape ``(len(values),)``; NaN where there is no number."""
+    if not any(value is not None for value in values):
+        return np.full(len(values), np.nan)
+    return np.array([_number(value) for value in values], dtype=np.float64)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float("nan") if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):  # lists, words, integers beyond a double
+        return float("nan")

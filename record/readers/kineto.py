@@ -31,6 +31,7 @@ from ._kineto_tables import (
     memory_table,
     step_of,
     steps_table,
+    synchronizations_table,
 )
 from ._kineto_terms import groups_of
 
@@ -173,9 +174,10 @@ def _fill(result: Rank, columns: Columns, base_ns: int, distributed: dict[str, A
     memory_columns = joined(columns.memory)
     if memory_columns is not None:
         result.memory = memory_table(memory_columns, base_ns, strings)
-    result.collectives, seen = collectives_table(
-        columns.collectives, result.device, result.host, columns.types, strings
-    )
+    sync_columns = joined(columns.syncs)
+    if sync_columns is not None:
+        result.synchronizations = synchronizations_table(sync_columns, base_ns, strings)
+    result.collectives, seen = collectives_table(columns.collectives, result.device, result.host, strings)
     result.groups = groups_of(distributed, seen)
 
 
