@@ -12,7 +12,6 @@ _HEAD_BYTES = 1 << 16
 #: What all must stand in the head → what the file is. First match wins.
 _MARKS: tuple[tuple[tuple[bytes, ...], str], ...] = (
     ((b"SQLite format 3\x00",), "an SQLite database, as Nsight Systems exports"),
-    ((b"pg_config", b"entries"), "a flight recorder dump"),
     ((b'"fwd_start"',), "timings of a pipeline schedule"),
     ((b"device_traces",), "a PyTorch memory snapshot"),
     ((b"segments", b"blocks"), "a PyTorch memory snapshot"),

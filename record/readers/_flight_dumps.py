@@ -1,0 +1,121 @@
+"""The files of a flight recorder: what a dump is, how its text becomes plain values, which world it tells of."""
+
+from __future__ import annotations
+
+import ast
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnreadableInput
+from ._pickles import load, read_bytes
+
+__all__ = ["head_of", "is_dump", "is_pickle", "ranks_of_text", "read_dump", "whole_number"]
+
+_HEAD_BYTES = 1 << 16
+_GZIP = b"\x1f\x8b"
+#: What only an entry of a flight recorder has; the oldest wrote ``seq_id``.
+_MARKS = (b"collective_seq_id", b"profiling_name", b"time_created_ns", b"pg_status", b"seq_id")
+
+
+def head_of(path: Path) -> bytes:
+    """The first 64 KiB, unpacked where the file is gzip; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        if head[:2] == _GZIP:
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)
+    except (OSError, zlib.error):
+        return b""
+    return head
+
+
+def is_pickle(head: bytes) -> bool:
+    """Whether bytes begin as a pickle of protocol 2 or later does."""
+    return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
+
+
+def is_dump(head: bytes) -> bool:
+    """Whether the beginning of a file is a flight recorder's: its entries, or its account of the groups."""
+    if not (is_pickle(head) or head.lstrip()[:1] in (b"{", b"[")) or b"traceEvents" in head:
+        return False
+    if b"pg_config" in head and b"version" in head and (b"entries" in head or b"pg_status" in head):
+        return True
+    return sum(mark in head for mark in _MARKS) >= 2 and b"record_id" in head
+
+
+def read_dump(path: Path) -> tuple[dict[str, Any], bool]:
+    """A dump as plain values, and whether it was cut off (then with the entries that are complete).
+
+    Raises ``UnreadableInput`` with one line.
+    """
+    data = read_bytes(path)
+    if is_pickle(data[:2]):
+        value: Any = load(data, str(path))
+        cut = False
+    else:
+        value, cut = _json(data, path)
+    if isinstance(value, list):  # before version 2 the dump was the bare list of entries
+        value = {"entries": value}
+    if not isinstance(value, dict) or not isinstance(value.get("entries", []), (list, tuple)):
+        raise UnreadableInput(
+            f"{path} is no flight recorder dump (no list of entries); give the file that TORCH_FR_DUMP_TEMP_FILE names"
+        )
+    return value, cut
+
+
+def _json(data: bytes, path: Path) -> tuple[Any, bool]:
+    text = data.decode("utf-8", errors="replace")
+    try:
+        return json.loads(text), False
+    except RecursionError:
+        raise UnreadableInput(f"{path} is nested too deeply for a dump; check the file") from None
+    except ValueError as error:
+        entries = _complete_entries(text)
+        if entries:
+            return {"entries": entries}, True
+        raise UnreadableInput(
+            f"{path} is not valid JSON ({error}) and holds no complete entry; copy it again"
+        ) from None
+
+
+def _complete_entries(text: str) -> list[Any]:
+    """The entries of a text that ends or breaks within them."""
+    begin = text.find('"entries"')
+    position = text.find("[", begin) + 1 if begin >= 0 else 0
+    decoder = json.JSONDecoder()
+    entries: list[Any] = []
+    while position > 0:
+        while position < len(text) and text[position] in " \t\r\n,":
+            position += 1
+        try:
+            entry, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            break
+        entries.append(entry)
+    return entries
+
+
+def ranks_of_text(value: Any) -> tuple[int, ...]:
+    """``"[0, 1, 2]"`` (so does PyTorch write a group's ranks) or a list; empty where it says none."""
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value) if len(value) < 1 << 20 else ()
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return ()
+    if not isinstance(value, (list, tuple)):
+        return ()
+    ranks = [whole_number(each) for each in value]
+    return tuple(sorted({rank for rank in ranks if rank is not None and rank >= 0}))
+
+
+def whole_number(value: Any) -> int | None:
+    """An integer of 64 bits from what a dump holds: an int, or digits in a string (JSON's ``pg_status``)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = int(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if -(2**63) < number < 2**63 else None

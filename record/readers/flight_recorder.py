@@ -1,0 +1,390 @@
+"""Dumps of PyTorch's flight recorder: what each rank had enqueued when the job stopped.
+
+    job = open_job(Path("comm_lib_trace_rank_0"))
+
+Pickle (with stacks) and JSON (without), NCCL and gloo, versions 1 to 2.10. Fills the table
+``flight_recorder`` and the groups; ``metadata["flight_status"]`` is group → last enqueued, started and
+completed sequence. Written from what torch/csrc/distributed/c10d/FlightRecorder.hpp of 2.0 to 2.13 writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnreadableInput
+from ..model import MISSING, Group, Job, Quality, Rank, RankSource, Strings, Table
+from ._flight_dumps import head_of, is_dump, is_pickle, ranks_of_text, read_dump, whole_number
+from ._names import natural, rank_of_name
+
+__all__ = ["FORMAT", "open_job", "open_paths", "read_source", "recognizes"]
+
+FORMAT = "flight_recorder"
+
+#: The newest version this was checked against.
+_KNOWN_VERSION = (2, 10)
+
+#: Files looked into for the size of the world: not every rank's dump names the default group's ranks.
+_MOST_LOOKED_INTO = 8
+
+_STATUS = {
+    "last_enqueued": "last_enqueued_collective",
+    "last_started": "last_started_collective",
+    "last_completed": "last_completed_collective",
+}
+_DEFAULT_GROUPS = ("0", "")
+
+
+def recognizes(path: Path) -> bool:
+    """Whether a file is a dump, by its first bytes."""
+    try:
+        return path.is_file() and is_dump(head_of(path))
+    except OSError:
+        return False
+
+
+def open_job(path: Path) -> Job:
+    """The job of one dump."""
+    return open_paths([path], path)
+
+
+def open_paths(paths: Sequence[Path], origin: Path) -> Job:
+    """The ranks that several dumps make; of a rank with several, the one that says most. Raises
+    ``UnreadableInput`` where there is none."""
+    if not paths:
+        raise UnreadableInput(f"{origin} holds no flight recorder dump")
+    notes: list[Quality] = []
+    by_rank: dict[int, list[Path]] = {}
+    silent: list[Path] = []
+    for path in sorted(paths, key=lambda path: natural(str(path))):
+        rank = rank_of_name(str(path), certain=len(paths) == 1)
+        if rank is None:
+            silent.append(path)
+        else:
+            by_rank.setdefault(rank, []).append(path)
+    for path in silent:
+        rank = _rank_within(path)
+        if rank is None or rank in by_rank:
+            rank = next(number for number in range(len(by_rank) + 1) if number not in by_rank)
+            text = f"{path.name} does not state its rank; taken for rank {rank}, by order"
+            notes.append(Quality("rank-unknown", "info", text))
+        by_rank[rank] = [path]
+    chosen = {rank: _best(files) for rank, files in sorted(by_rank.items())}
+    notes += _about_several(by_rank, chosen)
+    sources = tuple(RankSource(rank, path, read_source) for rank, path in chosen.items())
+    return Job(origin, FORMAT, sources, _world_size(sources), quality=notes)
+
+
+def _best(files: list[Path]) -> Path:
+    """The pickle before the JSON (it has stacks), then the larger."""
+    return (
+        max(files, key=lambda path: (is_pickle(head_of(path)), path.stat().st_size))
+        if files[1:]
+        else files[0]
+    )
+
+
+def _about_several(by_rank: dict[int, list[Path]], chosen: dict[int, Path]) -> list[Quality]:
+    """Of which ranks one dump of several is read."""
+    several = [rank for rank, files in by_rank.items() if len(files) > 1]
+    if not several:
+        return []
+    rank = several[0]
+    left = ", ".join(path.name for path in by_rank[rank] if path != chosen[rank])
+    why = "the pickle, which has the stacks" if is_pickle(head_of(chosen[rank])) else "the larger one"
+    text = (
+        f"{len(several)} ranks left several dumps each: of each {why}, is read "
+        f"(of rank {rank}: {chosen[rank].name}, and not {left})"
+    )
+    return [Quality("flight-recorder-several-dumps", "info", text)]
+
+
+def _world_size(sources: Sequence[RankSource]) -> int | None:
+    """Ranks of the default group; ``None`` where the dumps that were looked into do not say."""
+    for source in sources[:_MOST_LOOKED_INTO]:
+        try:
+            dump, _ = read_dump(source.path)
+        except UnreadableInput:
+            continue  # said when the rank itself is read
+        entries = [entry for entry in dump.get("entries", ()) if isinstance(entry, dict)]
+        world = _world_of(_groups(dump, entries, _status(dump)))
+        if world is not None:
+            return world
+    return None
+
+
+def _world_of(groups: Sequence[Group]) -> int | None:
+    """Ranks of the default group, where the dump names them."""
+    return next(
+        (
+            max(group.ranks) + 1
+            for group in groups
+            if group.ranks and (group.id == "0" or group.description == "default_pg")
+        ),
+        None,
+    )
+
+
+def _rank_within(path: Path) -> int | None:
+    """The rank that a point-to-point of the default group gives away (``send 3->0`` is rank 3's)."""
+    try:
+        dump, _ = read_dump(path)
+    except UnreadableInput:
+        return None
+    for entry in dump.get("entries", ()):
+        name = str(entry.get("profiling_name", "")) if isinstance(entry, dict) else ""
+        kind, _, pair = name.rpartition(":")[2].partition(" ")
+        first = pair.replace("<-", "->").partition("->")[0]
+        if kind in ("send", "recv") and first.isdecimal() and _group_of(entry)[0] in _DEFAULT_GROUPS:
+            return int(first)
+    return None
+
+
+def read_source(source: RankSource) -> Rank:
+    """Read one dump. Raises ``UnreadableInput`` where nothing can be shown."""
+    dump, cut = read_dump(source.path)
+    rank = Rank(source.rank, str(source.path), FORMAT, Strings())
+    entries = [entry for entry in dump.get("entries", ()) if isinstance(entry, dict)]
+    strange = len(dump.get("entries", ())) - len(entries)
+    entries.sort(key=_record)
+    status = _status(dump)
+    rank.flight_recorder = _table(entries, status, rank.strings)
+    rank.groups = _groups(dump, entries, status)
+    rank.world_size = _world_of(rank.groups)
+    lost = max(_record(entries[0]), 0) if entries else 0
+    library = dump.get("comm_lib_version") or dump.get("nccl_version")
+    backends = sorted(
+        {name.partition(":")[0] for entry in entries if ":" in (name := str(entry.get("profiling_name")))}
+    )
+    rank.metadata = {
+        "flight_status": status,
+        "flight_recorder": {
+            "version": str(dump.get("version", "")) or None,
+            "library": str(library) if library else None,
+            "backends": backends,
+            "entries": len(entries),
+            "lost": lost,
+            "cut_off": cut,
+        },
+    }
+    _say(rank, entries, strange, lost, cut)
+    return rank
+
+
+def _record(entry: dict[str, Any]) -> int:
+    number = whole_number(entry.get("record_id", entry.get("id")))
+    return MISSING if number is None else number
+
+
+def _group_of(entry: dict[str, Any]) -> tuple[str, str | None]:
+    """Name and description; before version 2 an entry has its group's number alone."""
+    pair = entry.get("process_group")
+    if isinstance(pair, (list, tuple)) and pair:
+        described = str(pair[1]) if len(pair) > 1 and pair[1] not in (None, "", "undefined") else None
+        return str(pair[0]), described
+    return str(entry.get("pg_id", "0")), None
+
+
+def _configs(dump: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    configs = dump.get("pg_config")
+    if not isinstance(configs, dict):
+        return []
+    return [(str(name), config) for name, config in configs.items() if isinstance(config, dict)]
+
+
+def _status(dump: dict[str, Any]) -> dict[str, dict[str, int | None]]:
+    """Group → last enqueued, started and completed; ``None`` where the dump says nothing (−1)."""
+    found = {}
+    statuses = dump.get("pg_status")
+    for name, status in statuses.items() if isinstance(statuses, dict) else ():
+        if isinstance(status, dict):
+            numbers = {short: whole_number(status.get(long)) for short, long in _STATUS.items()}
+            found[str(name)] = {
+                short: number if number is not None and number >= 0 else None
+                for short, number in numbers.items()
+            }
+    return found
+
+
+def _sequence(entry: dict[str, Any]) -> int:
+    number = whole_number(entry.get("collective_seq_id", entry.get("seq_id")))
+    return MISSING if number is None else number
+
+
+def _groups(dump: dict[str, Any], entries: list[dict[str, Any]], status: dict[str, Any]) -> tuple[Group, ...]:
+    """The groups that the dump describes, and those that its entries name without a description.
+
+    gloo describes them all under one empty name, so that only the last remains: it is the default group's
+    where the dump knows no other group.
+    """
+    described: dict[str, str | None] = dict.fromkeys(status)
+    for entry in entries:
+        name, text = _group_of(entry)
+        described[name] = described.get(name) or text
+    known = {
+        str(config.get("name") or name): (
+            str(config["desc"]) if config.get("desc") not in (None, "", "undefined") else None,
+            ranks_of_text(config.get("ranks")),
+        )
+        for name, config in _configs(dump)
+    }
+    unnamed = known.pop("", None)
+    if unnamed is not None and len(described) == 1 and not known:
+        known[next(iter(described))] = unnamed
+    names = {**dict.fromkeys(known), **described}
+    return tuple(
+        Group(
+            name, name, known.get(name, (None, ()))[0] or described.get(name), known.get(name, (None, ()))[1]
+        )
+        for name in names
+    )
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _table(entries: list[dict[str, Any]], status: dict[str, Any], strings: Strings) -> Table:
+    says_states = any(entry.get("state") in ("started", "completed") for entry in entries)
+    columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
+    for entry in entries:
+        group, _ = _group_of(entry)
+        name = str(entry.get("profiling_name", "unknown"))
+        operation = name.partition(":")[2] or name
+        row = {
+            "record": _record(entry),
+            "group": strings.code(group),
+            "sequence": _sequence(entry),
+            "peer_sequence": _number(entry.get("p2p_seq_id")),
+            "is_peer": int(bool(entry.get("is_p2p", operation.partition(" ")[0] in ("send", "recv")))),
+            "operation": strings.code(operation),
+            "in_shapes": strings.code(_shapes(entry.get("input_sizes"))),
+            "out_shapes": strings.code(_shapes(entry.get("output_sizes"))),
+            "in_types": strings.code(_types(entry.get("input_dtypes"))),
+            "out_types": strings.code(_types(entry.get("output_dtypes"))),
+            "state": strings.code(_state(entry, status.get(group), says_states)),
+            "created_ns": _time(entry.get("time_created_ns")),
+            "started_ns": _time(entry.get("time_discovered_started_ns")),
+            "completed_ns": _time(entry.get("time_discovered_completed_ns")),
+            "timeout_ns": _milliseconds(entry.get("timeout_ms")),
+            "thread": strings.code(_thread(entry)),
+            "stack": strings.code(_stack(entry.get("frames"))),
+        }
+        for column, values in columns.items():
+            values.append(row[column])
+    return Table("flight_recorder", columns, strings)
+
+
+_COLUMNS = (
+    *("record", "group", "sequence", "peer_sequence", "is_peer", "operation", "in_shapes", "out_shapes"),
+    *("in_types", "out_types", "state", "created_ns", "started_ns", "completed_ns", "timeout_ns", "thread", "stack"),
+)  # fmt: skip
+
+
+def _state(entry: dict[str, Any], status: dict[str, int | None] | None, says_states: bool) -> str:
+    """What became of the entry. Gloo never updates the state and only retires what is done; NCCL's watchdog
+    retires what has failed as well, so that there the state counts."""
+    state = str(entry.get("state") or "scheduled")
+    if state == "completed" or _time(entry.get("time_discovered_completed_ns")) != MISSING:
+        return "completed"
+    if not says_states and entry.get("retired"):
+        return "completed"
+    if not entry.get("is_p2p") and status is not None:
+        sequence = _sequence(entry)
+        done, begun = status.get("last_completed"), status.get("last_started")
+        if done is not None and MISSING < sequence <= done:
+            return "completed"
+        if begun is not None and MISSING < sequence <= begun:
+            return "started"
+    return "started" if state == "started" else "scheduled"
+
+
+def _number(value: Any) -> int:
+    number = whole_number(value)
+    return MISSING if number is None else number
+
+
+def _time(value: Any) -> int:
+    """JSON writes 0 for a time that there is not."""
+    number = whole_number(value)
+    return MISSING if number is None or number <= 0 else number
+
+
+def _milliseconds(value: Any) -> int:
+    number = whole_number(value)
+    return MISSING if number is None or not 0 < number < 2**42 else number * 1_000_000
+
+
+def _shapes(value: Any) -> str | None:
+    """``[4, 8], [2]``: a shape a tensor."""
+    if not isinstance(value, (list, tuple)):
+        return None
+    return ", ".join(
+        "[" + ", ".join(map(str, shape)) + "]" for shape in value if isinstance(shape, (list, tuple))
+    )
+
+
+def _types(value: Any) -> str | None:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else None
+
+
+def _thread(entry: dict[str, Any]) -> str | None:
+    name, number = entry.get("thread_name"), entry.get("thread_id")
+    return f"{name or ''} {number or ''}".strip() or None
+
+
+def _stack(frames: Any) -> str | None:
+    """``file(line): function`` a frame, innermost first, as Kineto writes its stacks."""
+    if not isinstance(frames, (list, tuple)) or not frames:
+        return None
+    lines = [
+        f"{frame.get('filename', '?')}({frame.get('line', '?')}): {frame.get('name', '?')}"
+        for frame in frames
+        if isinstance(frame, dict)
+    ]
+    return ";".join(lines) or None
+
+
+# --- what must be said ---------------------------------------------------------------------------
+
+
+def _say(rank: Rank, entries: list[dict[str, Any]], strange: int, lost: int, cut: bool) -> None:
+    if cut:
+        rank.note(
+            "flight-recorder-cut-off",
+            "warning",
+            f"the dump is cut off: its first {len(entries)} entries are used",
+        )
+    if strange:
+        rank.note(
+            "flight-recorder-strange",
+            "warning",
+            f"{strange} elements of the dump are no entries and are left out",
+        )
+    if not entries:
+        rank.note(
+            "flight-recorder-empty",
+            "warning",
+            "the dump holds no entry; set TORCH_FR_BUFFER_SIZE=2000 before the start",
+        )
+        return
+    if lost:
+        text = (
+            f"the ring had overflowed: {lost} older entries are lost and {len(entries)} remain; "
+            "a larger TORCH_FR_BUFFER_SIZE keeps more"
+        )
+        rank.note("flight-recorder-overflow", "info", text)
+    if not any(entry.get("frames") for entry in entries):
+        rank.note(
+            "flight-recorder-no-stacks",
+            "info",
+            "the dump has no stacks (JSON dumps never do); the pickle has them",
+        )
+    version = str((rank.metadata["flight_recorder"] or {}).get("version") or "")
+    parts = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if parts > _KNOWN_VERSION:
+        rank.note(
+            "flight-recorder-version",
+            "info",
+            f"the dump's version {version} is newer than any this was checked with",
+        )
