@@ -23,7 +23,7 @@ import pickle
 import re
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,28 +43,29 @@ _BYTES_A_MEMO, _FREE_MEMOS = 6, 1024
 #: Tuples that may lie in each other: the hash of the last costs at most 3 to the power of their number.
 _MOST_NESTED = 10
 
-_SCALAR = (
-    rb"N|\x88|\x89|K.|M..|J.{4}|G.{8}|\x8a(?:"
-    + b"|".join(rb"\x%02x.{%d}" % (n, n) for n in range(10))
-    + rb")"
+_SHORT_LONG = (
+    rb"\x8a(?:" + b"|".join(rb"\x%02x.{%d}" % (n, n) for n in (6, 8, 5, 7, 0, 1, 2, 3, 4, 9)) + rb")"
 )
+_NUMBER = rb"K.|M..|J.{4}|G.{8}|" + _SHORT_LONG
 _FETCH = rb"h.|j.{4}"
+_MORE = rb"q.|\x80.|\x95.{8}|r..\x00\x00"
 
-#: Opcodes that are harmless and of fixed length, as many as there are. Long lists of frames first, then
-#: tuples of scalars, or of anything memoised where the tuple itself is not memoised.
+#: Harmless opcodes of fixed length, as many as there are.
 _RUN = re.compile(
-    rb"(?:(?:"
-    + _FETCH
-    + rb"){8}(?![\x85-\x87])|"
-    + b"|".join(
-        rb"(?:%s){%d}%s|(?:%s|%s){%d}%s(?![\x94qrp])" % (_SCALAR, n, op, _SCALAR, _FETCH, n, op)
+    rb"(?:(?:%s)++|[]}()\x94eua01s\x8f\x90\x91ldN\x88\x89]++|%s|%s)++" % (_FETCH, _NUMBER, _MORE), re.DOTALL
+)
+
+_SCALAR = rb"N|\x88|\x89|" + _NUMBER
+
+#: The same, slower, with the tuples that cannot lie in each other: of scalars, or of anything memoised where
+#: the tuple itself is not memoised.
+_RUN_OF_TUPLES = re.compile(
+    rb"(?:(?:%s){8}(?![\x85-\x87])|" % _FETCH
+    + b"".join(
+        rb"(?:%s){%d}%s|(?:%s|%s){%d}%s(?![\x94qrp])|" % (_SCALAR, n, op, _SCALAR, _FETCH, n, op)
         for n, op in ((2, rb"\x86"), (1, rb"\x85"), (3, rb"\x87"))
     )
-    + rb"|[]}()\x94eua01s\x8f\x90\x91ld]|"
-    + _SCALAR
-    + rb"|"
-    + _FETCH
-    + rb"|q.|\x80.|\x95.{8}|r[\x00-\xff]{2}\x00\x00)++",
+    + rb"[]}()\x94eua01s\x8f\x90\x91ld]|%s|%s|%s)++" % (_SCALAR, _FETCH, _MORE),
     re.DOTALL,
 )
 
@@ -130,7 +131,7 @@ def load(data: bytes, where: str) -> Any:
         return _Fast(io.BufferedReader(io.BytesIO(data), 1 << 16), where).load()  # type: ignore[arg-type]
     except UnreadableInput:
         raise
-    except Exception as error:  # whatever a damaged stream makes of the unpickler
+    except Exception as error:  # noqa: BLE001 - whatever a damaged stream makes of the unpickler
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnreadableInput(
             f"{where} is damaged or cut, or is no pickle ({reason}); copy or write it again"
@@ -169,8 +170,11 @@ def _walk(data: bytes, where: str) -> int:
     place, size, nested, run = 0, len(data), 0, _RUN.match
     most_memos = size // _BYTES_A_MEMO + _FREE_MEMOS
     while place < size:
+        start = place
         if (match := run(data, place)) is not None:
             place = match.end()
+            if place < size and data[place] in _TUPLES and (match := _RUN_OF_TUPLES.match(data, start)):
+                place = match.end()
             if place >= size:
                 break
         opcode = data[place]
@@ -231,7 +235,7 @@ _PLAIN_KEYS = frozenset((str, int, float, bool, bytes, type(None)))
 class _Slow(pickle._Unpickler):  # type: ignore[name-defined,misc]
     """Python's unpickler, with a look at everything that is to be hashed."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
     def __init__(self, file: Any, where: str) -> None:
         super().__init__(file)
