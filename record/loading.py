@@ -1,20 +1,33 @@
-"""``trine.load``: whatever lies at a path, as a job."""
+"""``trine.load``: whatever lies at a path, as a job.
+
+Every file is shown to the readers, and each says which are its own. Files of several formats (traces,
+memory snapshots, dumps, schedules, a record) are one job: :mod:`._joining` joins their ranks.
+"""
 
 from __future__ import annotations
 
 import glob
 import importlib
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Protocol, cast
 
 from . import readers
+from ._expansion import ARCHIVE_NAMES, Workspace, head_of, unpacked, walk
+from ._joining import PRIMACY, join_jobs
+from ._remote import Fetched, as_local, fetch, is_url, renamed
 from .errors import UnreadableInput, UsageError
-from .model import Job
-from .readers._strangers import name_of
+from .model import Job, Quality
+from .readers._strangers import name_of, unread_files
 
 __all__ = ["load"]
+
+_RECORD, _TRACE = "trine", "kineto"
+_TRACE_NAMES = (".json", ".json.gz", ".json.gzip")
 
 
 class Reader(Protocol):
@@ -28,24 +41,49 @@ class Reader(Protocol):
     def open_job(self, path: Path) -> Job:
         """The job at the path. Raises ``UnreadableInput`` with one line."""
 
+    def open_paths(self, paths: Sequence[Path], origin: Path) -> Job:
+        """The job of several files. Readers whose job is always one folder lack it."""
+
 
 def load(path: str | Path | Sequence[str | Path]) -> Job:
     """The job at ``path``: ranks that are read when asked for.
 
-    ``path`` is a record's folder, a trace (``.json``, ``.json.gz``), a folder of ranks, a glob
-    (``"traces/*.json.gz"``), an archive (``.tar``, ``.tar.gz``), or a list of trace files.
+    ``path`` is a record's folder, a file of any format that a reader knows (``docs/reading.md``), a folder
+    of such files, a glob (``"traces/*.json.gz"``), an archive (``.tar``, ``.tar.gz``), a URL (``s3://…``,
+    with the extra ``remote``), or a list of these. All of it is one job: of files of several formats each
+    rank is joined.
 
-    Raises ``UnreadableInput`` where nothing can be shown, ``UsageError`` for an empty list. What is
-    merely odd (missing ranks, damaged files, mixed runs) is said in ``Job.quality`` and
+    Raises ``UnreadableInput`` where nothing can be shown, ``UsageError`` for an empty list or several
+    records. What is merely odd (missing ranks, damaged files, mixed runs) is said in ``Job.quality`` and
     ``Rank.quality``.
     """
-    paths = _paths(path)
-    if len(paths) == 1:
-        return _reader_of(paths[0]).open_job(paths[0])
-    return _load_many(paths)
+    workspace = Workspace()
+    fetched: list[Fetched] = []
+    paths = _paths(path, workspace, fetched)
+    try:
+        job = _load(paths, workspace)
+    except (UnreadableInput, UsageError) as error:
+        raise type(error)(_called(str(error), fetched)) from None
+    if workspace.used:
+        job = replace(job, keep=[each for each in (job.keep, workspace) if each is not None])
+    if fetched:
+        job = renamed(job, fetched)
+        job.quality += [note for one in fetched for note in one.notes]
+    return job
 
 
-def _paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
+def _called(message: str, fetched: Sequence[Fetched]) -> str:
+    for one in fetched:
+        message = message.replace(str(one.path), one.url)
+    return message
+
+
+# --- paths -------------------------------------------------------------------------------------
+
+
+def _paths(
+    path: str | Path | Sequence[str | Path], workspace: Workspace, fetched: list[Fetched]
+) -> list[Path]:
     given = [path] if isinstance(path, (str, Path)) else list(path)
     if not given:
         raise UsageError("no path was given; name a trace, a record's folder or a folder of traces")
@@ -53,7 +91,12 @@ def _paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
     for each in given:
         if not str(each):  # Path("") is the working folder: an unset variable must not analyse that
             raise UsageError("an empty path was given; is a variable unset? name a trace or a record")
-        found += _expand(Path(each).expanduser())
+        local = as_local(each) if isinstance(each, str) else None
+        if isinstance(each, str) and local is None and is_url(each):
+            fetched.append(fetch(each, workspace))
+            found.append(fetched[-1].path)
+        else:
+            found += _expand(Path(local or each).expanduser())
     return list(dict.fromkeys(found))
 
 
@@ -75,50 +118,194 @@ def _expand(path: Path) -> list[Path]:
     raise UnreadableInput(f"{path} does not exist; check the path, or give the folder that holds the traces")
 
 
-def _readers() -> Iterator[Reader]:
-    """All readers, the native record's first: it knows its folder by one file name."""
+# --- readers -----------------------------------------------------------------------------------
+
+
+@cache
+def _readers() -> dict[str, Reader]:
+    """All readers by format, in the order in which they are asked: the record's knows its folder by one
+    file name; the traces' comes last, since it takes any JSON file to say what is wrong with it."""
     names = [
         module.name for module in pkgutil.iter_modules(readers.__path__) if not module.name.startswith("_")
     ]
-    for name in sorted(names, key=lambda name: (name != "native", name)):
+    found = {}
+    for name in names:
         module = importlib.import_module(f"{readers.__name__}.{name}")
         if hasattr(module, "FORMAT"):
-            yield cast(Reader, module)
+            found[module.FORMAT] = cast(Reader, module)
+    order = sorted(found, key=lambda format: (format != _RECORD, format == _TRACE, format))
+    return {format: found[format] for format in order}
 
 
-def _reader_of(path: Path) -> Reader:
-    known = []
-    for reader in _readers():
-        if reader.recognizes(path):
-            return reader
-        known.append(reader.FORMAT)
+def _format_of_file(path: Path) -> str | None:
+    """The format of a file by its content; a JSON file that is none of the others' goes to the traces' reader."""
+    if not path.is_file():  # opening a pipe that nobody writes to would wait for ever
+        return None
+    if path.name.lower().endswith(ARCHIVE_NAMES):
+        return _TRACE
+    head = head_of(path)
+    if b'"traceEvents"' in head and head.lstrip()[:1] == b"{":
+        return _TRACE
+    for format, reader in _readers().items():
+        if format not in (_RECORD, _TRACE) and reader.recognizes(path):
+            return format
+    if path.name.lower().endswith(_TRACE_NAMES):
+        return _TRACE
+    # A source file that mentions traceEvents is no trace.
+    return _TRACE if head.lstrip()[:1] in (b"{", b"[") and _readers()[_TRACE].recognizes(path) else None
+
+
+def _is_record(folder: Path) -> bool:
+    return _readers()[_RECORD].recognizes(folder)
+
+
+# --- the job -----------------------------------------------------------------------------------
+
+
+class _Claims:
+    """Which paths are whose, and what is left."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.of: dict[str, list[Path]] = defaultdict(list)
+        self.left: list[Path] = []
+        self.notes: list[Quality] = []
+        self._workspace = workspace
+
+    def add(self, path: Path) -> None:
+        """Look at what a user named: a folder or a file."""
+        if not path.is_dir():
+            self._add_file(path)
+            return
+        found = walk(path, _is_record, self.notes)
+        self.of[_RECORD] += found.records
+        for file in found.files:
+            self._add_file(file)
+        for file in found.inside:
+            # Within a record's folder only its own files are traces.
+            format = _format_of_file(file)
+            if format not in (None, _TRACE):
+                self.of[cast(str, format)].append(file)
+
+    def _add_file(self, path: Path) -> None:
+        format = _format_of_file(path)
+        if format is None:
+            self._leave(path)
+            return
+        self.of[format].append(path)
+        if path.name.lower().endswith(ARCHIVE_NAMES):
+            for member in unpacked(path, self._workspace, self.notes):
+                inner = _format_of_file(member)
+                if inner not in (None, _TRACE):
+                    self.of[cast(str, inner)].append(member)
+
+    def _leave(self, path: Path) -> None:
+        try:
+            path.stat()
+        except OSError as error:  # a link that leads nowhere
+            message = f"cannot read {path}: {error.strerror or error}"
+            self.notes.append(Quality("unreadable-file", "error", message))
+        else:
+            self.left.append(path)
+
+    def formats(self) -> list[str]:
+        """Formats that have any path, the leading one first."""
+        found = [format for format, paths in self.of.items() if paths]
+        return sorted(
+            found, key=lambda format: (PRIMACY.index(format) if format in PRIMACY else len(PRIMACY), format)
+        )
+
+
+def _load(paths: list[Path], workspace: Workspace) -> Job:
+    claims = _Claims(workspace)
+    for path in paths:
+        claims.add(path)
+    formats = claims.formats()
+    if not formats:
+        raise UnreadableInput(_refusal(paths[0]))
+    origin = _origin(paths)
+    records = claims.of[_RECORD]
+    if len(records) > 1:
+        some = ", ".join(str(record) for record in records[:3]) + (", ..." if len(records) > 3 else "")
+        raise UsageError(
+            f"there are {len(records)} records ({some}), and each is a whole run of its own; load one alone, "
+            "or compare runs with `trine compare`"
+        )
+    if formats == [_TRACE] and len(paths) == 1:
+        job = _traces_alone(paths[0], claims.of[_TRACE])
+        claims.notes = [note for note in claims.notes if note.id != "damaged-archive"]  # the reader says it
+    else:
+        job = _mixed(formats, claims, origin)
+    unread = unread_files(claims.left, origin)
+    return replace(job, quality=[*job.quality, *claims.notes, *unread])
+
+
+def _origin(paths: list[Path]) -> Path:
+    if len(paths) == 1:
+        return paths[0]
+    parents = {path.parent for path in paths}
+    return parents.pop() if len(parents) == 1 else paths[0]
+
+
+def _traces_alone(path: Path, files: list[Path]) -> Job:
+    """Traces and nothing else; what is wrong with a folder of none is the reader's to say."""
+    reader = _readers()[_TRACE]
+    try:
+        job = reader.open_paths(files, path)
+    except UnreadableInput:
+        job = reader.open_paths([path], path)
+    return replace(job, formats=(_TRACE,))
+
+
+def _mixed(formats: list[str], claims: _Claims, origin: Path) -> Job:
+    """One job of several formats. What one reader refuses is a note while another finds something."""
+    jobs: list[Job] = []
+    refused: list[tuple[str, UnreadableInput]] = []
+    for format in formats:
+        try:
+            jobs.append(_opener(format)(claims.of[format], origin))
+        except UnreadableInput as error:
+            refused.append((format, error))
+    if not jobs:
+        raise refused[0][1]
+    for format, error in refused:
+        claims.notes += _about_refused(format, claims.of[format], error)
+    return join_jobs(jobs, origin)
+
+
+def _opener(format: str) -> Callable[[Sequence[Path], Path], Job]:
+    reader = _readers()[format]
+    if hasattr(reader, "open_paths"):
+        return reader.open_paths
+    return lambda paths, _: reader.open_job(paths[0])
+
+
+def _about_refused(format: str, paths: list[Path], error: UnreadableInput) -> Iterator[Quality]:
+    """A JSON file that happens to lie beside dumps is no fault; a file of a known format that cannot be read is."""
+    archives = [path for path in paths if path.name.lower().endswith(ARCHIVE_NAMES)]
+    marked = any(b'"traceEvents"' in head_of(path) for path in paths)
+    if format != _TRACE or marked:
+        yield Quality("unreadable-part", "error", str(error))
+        return
+    for path in paths:
+        if path not in archives:
+            yield Quality("not-a-trace", "info", f"{path} is not a trace and was left out")
+
+
+def _refusal(path: Path) -> str:
+    """Why nothing at a path can be read, and what to do instead."""
     stranger = name_of(path)
     if stranger is not None:
         holds = "holds" if path.is_dir() else "is"
-        raise UnreadableInput(
-            f"{path} {holds} {stranger}, which this version does not read; give a trace of torch.profiler or a record"
+        return (
+            f"{path} {holds} {stranger}, which this version does not read; "
+            "give a trace of torch.profiler or a record"
         )
     if path.is_dir():
         inside = (
             "it is empty" if next(path.iterdir(), None) is None else "no *.json, *.json.gz or run.json in it"
         )
-        raise UnreadableInput(f"{path} holds no trace and no record ({inside}); give the folder that does")
+        return f"{path} holds no trace and no record ({inside}); give the folder that does"
     if not path.is_file():
-        raise UnreadableInput(f"{path} is a pipe or a device; write what comes out of it to a file first")
-    raise UnreadableInput(
-        f"{path} is in no format that can be read ({', '.join(known)}); give a .json or .json.gz trace"
-    )
-
-
-def _load_many(paths: list[Path]) -> Job:
-    from .readers import kineto
-
-    for path in paths:
-        reader = _reader_of(path)
-        if reader.FORMAT != kineto.FORMAT:
-            raise UsageError(
-                f"{path} is a whole run of its own; load it alone, or compare runs with `trine compare`"
-            )
-    parents = {path.parent for path in paths}
-    origin = parents.pop() if len(parents) == 1 else paths[0]
-    return kineto.open_paths(paths, origin)
+        return f"{path} is a pipe or a device; write what comes out of it to a file first"
+    known = ", ".join(_readers())
+    return f"{path} is in no format that can be read ({known}); give a .json or .json.gz trace"

@@ -250,21 +250,22 @@ def test_an_archive_without_traces(tmp_path: Path) -> None:
     assert "holds no trace" in refused(tmp_path / "a.tar")
 
 
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        ("memory_snapshot/medium_128_training_memory_snapshot.pickle", "is a PyTorch memory snapshot"),
-        ("memory_snapshot", "holds a PyTorch memory snapshot"),
-        ("nsys/healthy_1pct.sqlite", "is an SQLite database, as Nsight Systems"),
-        ("flight_recorder/gloo_plain/fr_rank_0.json", "is a flight recorder dump"),
-        ("flight_recorder/gloo_plain/comm_lib_trace_rank_0", "is a flight recorder dump"),
-        ("flight_recorder", "holds a flight recorder dump"),
-        ("pipeline_schedule/pp8", "holds timings of a pipeline schedule"),
-    ],
-)
-def test_known_formats_of_other_tools_are_named(data: Path, place: str, words: str) -> None:
-    said = refused(data / "traces" / place)
-    assert words in said and "does not read" in said and "\n" not in said
+def test_reports_of_other_tools_are_named(tmp_path: Path) -> None:
+    (tmp_path / "report1.nsys-rep").write_bytes(b"\x00\x01")
+    assert "nsys export --type sqlite" in refused(tmp_path / "report1.nsys-rep")
+    assert "holds an Nsight Systems report" in refused(tmp_path)
+    (tmp_path / "x.speedscope.json").write_text(
+        '{"$schema": "https://www.speedscope.app/file-format-schema.json"}'
+    )
+    (tmp_path / "report1.nsys-rep").unlink()
+    assert "speedscope" in refused(tmp_path)
+
+
+def test_what_is_known_but_not_read_is_said_beside_traces(folder: Path) -> None:
+    (folder / "report1.nsys-rep").write_bytes(b"\x00\x01")
+    job = trine.load(folder)
+    assert job.rank_ids == (0, 1, 2, 3)
+    assert "report1.nsys-rep" in message(job, "unread-format")
 
 
 def test_text_and_archives_that_need_a_step_first(tmp_path: Path) -> None:
