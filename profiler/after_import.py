@@ -13,12 +13,17 @@ from typing import Any
 __all__ = ["call_after_import"]
 
 
-def call_after_import(name: str, action: Callable[[], None]) -> None:
-    """Call ``action`` once, right after ``name`` was imported: now if it has been already."""
+def call_after_import(name: str, action: Callable[[], None]) -> Callable[[], None]:
+    """Call ``action`` once, right after ``name`` was imported: now if it has been already.
+
+    Returns a function that gives up waiting for it.
+    """
     if name in sys.modules:
         action()
-        return
-    sys.meta_path.insert(0, _Finder(name, action))
+        return lambda: None
+    finder = _Finder(name, action)
+    sys.meta_path.insert(0, finder)
+    return finder.forget
 
 
 class _Finder(MetaPathFinder):
@@ -28,6 +33,11 @@ class _Finder(MetaPathFinder):
         self._name = name
         self._action = action
         self._busy = False
+
+    def forget(self) -> None:
+        """Wait no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,8 +58,8 @@ class _Finder(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             original(module)
             if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            self._action()
+                self.forget()
+                self._action()
 
         loader.exec_module = exec_module
         return spec

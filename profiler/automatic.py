@@ -56,6 +56,7 @@ class AutomaticSession(Session):
         self._backward_since_step = False
         self._backward_in_step = False
         self._totals = [0, 0]
+        self._padding: int | None = 0
         #: Steps that have ended.
         self.completed = 0
 
@@ -156,6 +157,9 @@ class AutomaticSession(Session):
         self._totals[0] += tokens or 0
         self._totals[1] += samples or 0
         part.tokens, part.samples = self._totals[0] or None, self._totals[1] or None
+        padding = self.guard.run("padding", self.padding.take, batch, tokens)
+        self._padding = None if padding is None or self._padding is None else self._padding + padding
+        part.padding = self._padding
 
     def _worked_in_step(self) -> bool:
         if self.part is None:
@@ -185,6 +189,7 @@ class AutomaticSession(Session):
         self._fetched = {}
         self._backward_since_step = self._backward_in_step = False
         self._totals = [0, 0]
+        self._padding = 0
         self.begin_part()
 
     def _end(self) -> None:

@@ -25,6 +25,7 @@ from .guard import Guard
 from .marks import EventPool
 from .phases import Spans, classify, partition, segments
 from .protocols import CollectiveSource
+from .regions import Region, Regions
 
 __all__ = ["Background", "Part", "PendingLoss"]
 
@@ -67,6 +68,7 @@ class Part:
     has_backward: bool = False
     host_batch: bool = False
     tokens: int | None = None
+    padding: int | None = None
     samples: int | None = None
     loss: float | PendingLoss | None = None
     flops: float | None = None
@@ -93,6 +95,7 @@ class Background:
         events: EventPool | None,
         anchor: Anchor,
         guard: Guard,
+        regions: Regions,
         describe: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.parts: deque[Part] = deque()
@@ -105,6 +108,7 @@ class Background:
         self._events = events
         self._anchor = anchor
         self._guard = guard
+        self._regions = regions
         self._describe = describe
         self._stop = threading.Event()
         self._retry_at = 0.0
@@ -167,7 +171,21 @@ class Background:
                 "metric": metrics,
                 "value": values,
             }
+        regions = [self._regions.finished.popleft() for _ in range(len(self._regions.finished))]
+        if regions:
+            tables["regions"] = self._region_columns(regions)
         self._write(tables, boundary=not parts or parts[-1].complete)
+
+    def _region_columns(self, regions: Sequence[Region]) -> dict[str, Any]:
+        if self._regions.lost:
+            self.overflow["regions"] = self._regions.lost
+        offset = self._anchor.offset_ns
+        return {
+            "kind": [region.kind for region in regions],
+            "name": [region.name for region in regions],
+            "start_ns": [region.start_ns + offset for region in regions],
+            "end_ns": [region.end_ns + offset for region in regions],
+        }
 
     def _write(self, tables: Mapping[str, Mapping[str, Any]], boundary: bool) -> None:
         rows = sum(len(next(iter(columns.values()))) for columns in tables.values())
@@ -264,6 +282,7 @@ class Background:
                 start_ns=bounds[0] + self._anchor.offset_ns,
                 end_ns=self._end_ns,
                 tokens=MISSING if part.tokens is None else part.tokens,
+                padding_tokens=MISSING if part.padding is None else part.padding,
                 samples=MISSING if part.samples is None else part.samples,
                 loss=float("nan") if not isinstance(part.loss, float) else part.loss,
                 flops=float("nan") if part.flops is None else part.flops,
@@ -279,7 +298,11 @@ class Background:
 
     def _ending(self, index: int) -> dict[str, Any]:
         """A row of no length that says: the step ended with the row before."""
-        nothing = {f"phase_{name}_ns": 0 for name in PHASES} | {"tokens": 0, "samples": 0}
+        nothing = {f"phase_{name}_ns": 0 for name in PHASES} | {
+            "tokens": 0,
+            "padding_tokens": 0,
+            "samples": 0,
+        }
         unknown = {"loss": float("nan"), "flops": float("nan")}
         return {
             "index": index,

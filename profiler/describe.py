@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FACTS_AFTER_STEPS",
+    "LENGTHS_AFTER_STEPS",
     "autocast_dtype",
     "description",
     "device_of",
     "facts_at_start",
     "facts_in_training",
     "final",
+    "padding_facts",
     "place",
+    "run_started_ns",
     "torch_optimizers",
     "warn_without_steps",
     "witness_of",
@@ -41,6 +45,10 @@ logger = logging.getLogger("trine")
 
 #: Facts that only training shows (optimizer state, rebuilt buckets, autocast) are read after these steps.
 FACTS_AFTER_STEPS = frozenset({2, 12})
+#: Lengths of sequences are written more often, in case the run is killed.
+LENGTHS_AFTER_STEPS = frozenset({50, 200, 1_000, 5_000})
+#: The first session of a process began with it; a later one begins by itself.
+_sessions = itertools.count()
 
 
 def place() -> tuple[int, int, int]:
@@ -87,6 +95,7 @@ def facts_at_start(session: Parts) -> dict[str, Any]:
         "device": facts.device_facts(*session.device),
         "backend": torch.distributed.get_backend() if distributed else None,
         "exposed_communication": exposed if distributed else "none",
+        "run_started_ns": session.run_started_ns,
         **facts_in_training(session),
     }
 
@@ -106,10 +115,32 @@ def facts_in_training(session: Parts) -> dict[str, Any]:
         "data_parallel": facts.data_parallel_facts(session.models),
         "loader": facts.loader_facts(session.loader) if session.loader is not None else None,
         "compile": facts.is_compiled(session.models),
+        **padding_facts(session),
     }
     counted = session.facts.get("flops")
     result["flops"] = {**_conventions(session, model), **(counted or {})} or None
     return {name: value for name, value in result.items() if value is not None}
+
+
+def padding_facts(session: Parts) -> dict[str, Any]:
+    """How long the sequences were, where batches said so."""
+    found = session.padding.facts()
+    return {} if found is None else {"padding": found}
+
+
+def run_started_ns() -> int:
+    """When this run began, Unix ns: with its process, if this is the process's first session and nobody sits at a
+    prompt in it; else now. The process's age is known to 10 ms (``/proc/self/stat``, proc(5), field 22)."""
+    now = time.time_ns()
+    if next(_sessions) or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return now
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as file:  # noqa: PTH123 - a file of the kernel
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now  # no Linux
+    return now - max(round(age_s * 1e9), 0)
 
 
 def _conventions(session: Parts, model: dict[str, Any] | None) -> dict[str, Any]:

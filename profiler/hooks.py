@@ -3,7 +3,8 @@
 * forward: pre- and post-hooks on the models that were given;
 * backward: ``torch.autograd.backward``, which ``Tensor.backward`` calls;
 * optimizer: the global step hooks of ``torch.optim``, and ``GradScaler.step``, which may skip the optimizer;
-* data: ``DataLoader`` iteration where the loop does not say which loader feeds it.
+* data: ``DataLoader`` iteration where the loop does not say which loader feeds it;
+* checkpoints: ``torch.save`` and ``torch.distributed.checkpoint``'s, and evaluation (:mod:`trine.profiler.regions`).
 
 Hooks stay valid whatever happens to them: a model is copied and pickled with them, and its pickle needs no Trine to
 be read; without a session, in another thread, or in a forked worker they do nothing; and ``torch.compile`` sees an
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Protocol, Self
@@ -23,8 +25,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from .after_import import call_after_import
+from .guard import Guard
 from .marks import Marker
 from .phases import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
+from .regions import Regions, saving
 
 __all__ = ["Hooks", "Watcher"]
 
@@ -35,6 +40,8 @@ class Watcher(Protocol):
     marker: Marker
     exposes_backward: bool
     watches_loaders: bool
+    regions: Regions
+    guard: Guard
 
     def saw_forward(self) -> None:
         """The first forward of a part, with gradients."""
@@ -55,6 +62,8 @@ class Watcher(Protocol):
         """It had no further one."""
 
 
+_CHECKPOINT = "torch.distributed.checkpoint"
+
 _watcher: Watcher | None = None
 _fork_handler_installed = False
 
@@ -65,6 +74,15 @@ def _here() -> Watcher | None:
     if watcher is None or watcher.marker.thread != get_ident():
         return None
     return watcher
+
+
+def _regions_here() -> Regions | None:
+    watcher = _here()
+    return None if watcher is None else watcher.regions
+
+
+def _nothing() -> None:
+    """What there is to forget before anything was installed."""
 
 
 class _ModuleHook:
@@ -91,6 +109,7 @@ def _before_forward(module: Any, arguments: Any) -> None:
     if watcher is not None:
         with_gradients = torch.is_grad_enabled()
         watcher.marker.enter(FORWARD if with_gradients else EVALUATION)
+        watcher.regions.before_forward(module, with_gradients)
         if with_gradients:
             watcher.saw_forward()
 
@@ -101,6 +120,7 @@ def _after_forward(module: Any, arguments: Any, output: Any) -> None:
     watcher = _here()
     if watcher is not None:
         watcher.marker.leave()
+        watcher.regions.after_forward()
 
 
 def _before_optimizer(optimizer: Any, arguments: Any, keywords: Any) -> None:
@@ -206,6 +226,7 @@ class Hooks:
         self._models = models
         self._handles: list[Any] = []
         self._patches: list[tuple[Any, str, Any, Any]] = []
+        self._forget_import: Callable[[], None] = _nothing
 
     def install(self) -> None:
         """Raises ``RuntimeError`` when another session has its hooks in place."""
@@ -221,7 +242,30 @@ class Hooks:
         scaler = torch.amp.grad_scaler.GradScaler
         self._patch(scaler, "step", _wrap_scaler_step(scaler.step))
         self._patch(_BaseDataLoaderIter, "__next__", _wrap_loader_next(_BaseDataLoaderIter.__next__))
+        guard = self._watcher.guard
+        guard.run("checkpoints", self._time_saving, "torch", "torch.serialization", ("save",))
+        self._forget_import = call_after_import(
+            _CHECKPOINT, functools.partial(guard.run, "checkpoints", self._time_checkpoints)
+        )
         _watcher = self._watcher
+
+    def _time_checkpoints(self) -> None:
+        """``torch.distributed.checkpoint`` has been imported, which a script may do only when it saves."""
+        self._time_saving(_CHECKPOINT, f"{_CHECKPOINT}.state_dict_saver", ("save", "async_save"))
+
+    def _time_saving(self, package: str, module: str, names: Sequence[str]) -> None:
+        """Both places where a function is found get the same wrapper, as pickling it by name demands."""
+        for name in names:
+            owners = [
+                sys.modules[place] for place in (module, package) if hasattr(sys.modules.get(place), name)
+            ]
+            if not owners:
+                continue
+            original = getattr(owners[0], name)
+            ours = saving(original, f"{package}.{name}", _regions_here)
+            for owner in owners:
+                if getattr(owner, name) is original:
+                    self._patch(owner, name, ours)
 
     def watch(self, model: Any) -> None:
         """Hook the forward of one more model."""
@@ -233,6 +277,7 @@ class Hooks:
         global _watcher
         if _watcher is self._watcher:
             _watcher = None
+        self._forget_import()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

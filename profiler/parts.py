@@ -21,7 +21,9 @@ from .collectors import Collectors
 from .guard import Guard
 from .losses import LossReader
 from .marks import Marker
+from .padding import SequenceLengths
 from .progress import Progress
+from .regions import Regions
 
 __all__ = ["Parts", "Size"]
 
@@ -48,7 +50,10 @@ class Parts:
                 "model-ignored", "warning", "a model that is no torch.nn.Module was given and is ignored"
             )
         self.anchor = Anchor()
+        self.run_started_ns = describe.run_started_ns()
         self.progress = Progress()
+        self.regions = Regions()
+        self.padding = SequenceLengths()
         self.collectors = Collectors(self.guard, self._sample)
         self.background: Background | None = None
         # What describe.py reads.
@@ -136,7 +141,9 @@ class Parts:
         tokens, samples, sequence, on_host = measure_batch(batch, *self._sizes)
         part.host_batch = on_host and self.device[0] != "cpu"
         self.sequence = self.sequence or sequence
-        part.tokens = tokens if part.tokens is None else part.tokens
+        if part.tokens is None:
+            part.tokens = tokens
+            part.padding = self.guard.run("padding", self.padding.take, batch, tokens)
         part.samples = samples if part.samples is None else part.samples
 
     def has_worked(self) -> bool:
@@ -196,19 +203,25 @@ class Parts:
 
     def _before_step(self) -> None:
         self._step_ns = self._step_tokens = 0
+        began = time.perf_counter_ns()
         self.collectors.before_step(self.progress.index)
+        self.regions.add_long("profiling", "deep window", began)
 
     def after_step(self, part: Part | None) -> None:
         """A step has ended, with ``part`` where that is known."""
         index = self.progress.index
         self.tokens_per_step = self._step_tokens or self.tokens_per_step
+        began = time.perf_counter_ns()
         counted = self.collectors.after_step(index, self._step_ns)
+        self.regions.add_long("profiling", "deep window", began)
         if counted:
             self.facts["flops"] = {**self.facts.get("flops", {}), **counted}
             if part is not None:
                 part.flops = float(counted["counted"])
         if index in describe.FACTS_AFTER_STEPS:
             self.facts |= self.guard.run("facts", describe.facts_in_training, self) or {}
+        elif index in describe.LENGTHS_AFTER_STEPS:
+            self.facts |= self.guard.run("padding", describe.padding_facts, self) or {}
 
     def take_values(
         self, part: Part | None, loss: Any, tokens: int | None, samples: int | None, metrics: dict[str, Any]

@@ -24,6 +24,7 @@ from .engine_events import EngineEvents
 from .hooks import Hooks
 from .marks import EventPool
 from .parts import Parts, Size
+from .regions import Kind, check_kind
 from .steps import Steps
 
 __all__ = ["Session"]
@@ -156,6 +157,17 @@ class Session(Parts):
         finally:
             marker.leave()
 
+    @contextmanager
+    def region(self, kind: Kind) -> Iterator[None]:
+        """Say that the enclosed code is ``evaluation``, a ``checkpoint``, ``setup`` or ``other``, so that goodput leaves
+        it out; or that it is ``work``, whatever it looks like (a rollout is no evaluation). In a step or between two.
+
+        Raises ``UsageError`` for another kind.
+        """
+        check_kind(kind)
+        with self.target().regions.inside(kind, "region"):
+            yield
+
     def describe(self, **metadata: Any) -> None:
         """Keep facts in the record's metadata, for example ``configuration={…}``."""
         self.target().facts.update(metadata)
@@ -208,6 +220,7 @@ class Session(Parts):
             self._events,
             self.anchor,
             self.guard,
+            self.regions,
             lambda: describe.description(self),
         )
         self.background.start()
@@ -216,6 +229,7 @@ class Session(Parts):
         run = self.guard.run
         never = self._state == "open"
         run("steps", self._close_last_step)
+        self.regions.training_goes_on()
         self._state = "closed"
         if self._stop_listening is not None:
             run("events", self._stop_listening)

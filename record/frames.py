@@ -47,6 +47,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "parts": {**SCHEMAS["steps"], "complete": "int64"},
     "collectives": SCHEMAS["collectives"],
     "samples": SCHEMAS["samples"],
+    "regions": SCHEMAS["regions"],
 }
 
 _MAGIC = b"TRN1"

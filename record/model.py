@@ -74,6 +74,7 @@ SCHEMAS: Mapping[str, Mapping[str, ColumnType]] = {
         "end_ns": "int64",
         **{f"phase_{name}_ns": "int64" for name in PHASES},
         "tokens": "int64",
+        "padding_tokens": "int64",  # of tokens: those that only fill sequences up
         "samples": "int64",
         "loss": "float64",
         "flops": "float64",  # model FLOPs counted in this step on this rank, NaN where not counted
@@ -210,6 +211,9 @@ SCHEMAS: Mapping[str, Mapping[str, ColumnType]] = {
     },
     # A dependency between rows of host ("host:12") or device ("device:7").
     "edges": {"kind": "text", "from": "text", "to": "text"},
+    # A stretch of the run that trains nothing, in a step or between two: evaluation, checkpoint, profiling, setup,
+    # other; and work, which is none of these whatever it looks like. name: what was called.
+    "regions": {"kind": "text", "name": "text", "start_ns": "int64", "end_ns": "int64"},
     # A periodic reading. The unit ends the metric's name, for example memory/allocated_bytes.
     "samples": {"time_ns": "int64", "metric": "text", "value": "float64"},
 }
@@ -395,6 +399,7 @@ class Rank:
     microbatches: Table | None = None
     edges: Table | None = None
     samples: Table | None = None
+    regions: Table | None = None
     segments: Table | None = None
     synchronizations: Table | None = None
     flight_recorder: Table | None = None

@@ -33,7 +33,7 @@ STEPS_PER_HISTOGRAM = 100
 SLOWEST_KEPT = 2
 #: Bin b holds durations in [2**(b/4), 2**((b+1)/4)) ns: 19 % wide, so a quantile is known to 19 %.
 BINS_PER_OCTAVE = 4
-_SUMMED = ("tokens", "samples", *(f"phase_{name}_ns" for name in PHASES))
+_SUMMED = ("tokens", "padding_tokens", "samples", *(f"phase_{name}_ns" for name in PHASES))
 
 
 @dataclass(slots=True)
@@ -351,7 +351,8 @@ def _coarser_totals(totals: list[dict[str, Any]], width: int) -> list[dict[str, 
 
 
 def _kept(content: Content, width: int) -> dict[str, dict[str, Any]]:
-    """Rows that stay whole: of each bucket the slowest steps with their collectives, and each metric's last reading."""
+    """Rows that stay whole: of each bucket the slowest steps with their collectives, each metric's last reading, and
+    every region."""
     result: dict[str, dict[str, Any]] = {}
     parts = content.table("parts")
     kept: Array = np.zeros(0, np.int64)
@@ -368,6 +369,10 @@ def _kept(content: Content, width: int) -> dict[str, dict[str, Any]]:
     samples = content.table("samples")
     if samples is not None:
         result["samples"] = _rows(content, "samples", samples, _last_readings(samples, content, width))
+    regions = content.table("regions")
+    if regions is not None:  # few: checkpoints and evaluations
+        everything = np.ones(len(regions["start_ns"]), dtype=bool)
+        result["regions"] = _rows(content, "regions", regions, everything)
     return {name: columns for name, columns in result.items() if len(next(iter(columns.values())))}
 
 

@@ -21,6 +21,8 @@ __all__ = ["FORMAT", "attempts_of", "open_job", "recognizes"]
 
 FORMAT = "trine"
 
+#: Of ``rank.json``, what becomes metadata beside the metadata itself.
+_STATE = ("state", "attempt", "start", "started_ns", "ended_ns", "error")
 _RANK_FOLDER = re.compile(r"rank-(\d+)$")
 _ATTEMPT_FOLDER = re.compile(r"attempt-(\d+)$")
 
@@ -106,7 +108,7 @@ def read(source: RankSource) -> Rank:
         ),
         metadata={
             **about.get("metadata", {}),
-            **{key: about.get(key) for key in ("state", "attempt", "start", "started_ns")},
+            **{key: about.get(key) for key in _STATE},
         },
     )
     for path, error in unreadable:
@@ -114,6 +116,7 @@ def read(source: RankSource) -> Rank:
     rank.steps = _steps(content, rank)
     rank.collectives = _table(content, "collectives", strings)
     rank.samples = _table(content, "samples", strings)
+    rank.regions = _table(content, "regions", strings)
     _say_what_happened(rank, about, content)
     rank.windows = _windows(folder, rank)
     return rank
@@ -166,14 +169,15 @@ def _table(content: Content, name: str, strings: Strings) -> Table | None:
     columns = content.table(name)
     if columns is None:
         return None
-    time = columns["time_ns"] if name == "samples" else _first_time(columns)
+    time = columns["time_ns"] if "time_ns" in columns else _first_time(columns)
     order = np.argsort(time, kind="stable")
     return Table(name, {key: column[order] for key, column in columns.items()}, strings)
 
 
 def _first_time(columns: dict[str, Any]) -> Any:
     start = columns["start_ns"]
-    return np.where(columns["issued_ns"] != MISSING, columns["issued_ns"], start)
+    issued = columns.get("issued_ns")
+    return start if issued is None else np.where(issued != MISSING, issued, start)
 
 
 def _say_what_happened(rank: Rank, about: dict[str, Any], content: Content) -> None:
