@@ -31,7 +31,7 @@ from .document import (
 )
 from .wording import words
 
-__all__ = ["MOST_BYTES", "render"]
+__all__ = ["MOST_BYTES", "render", "render_document"]
 
 MOST_BYTES = 2_000_000
 MOST_RANKS = 128
@@ -48,6 +48,11 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def render(analysis: Analysis, *, language: str = "en") -> str:
     """The report as one self-contained page of at most :data:`MOST_BYTES` bytes of UTF-8."""
     document = compose(analysis, language=language, most_ranks=MOST_RANKS, most_rows=MOST_ROWS)
+    return render_document(document, language=language)
+
+
+def render_document(document: Document, *, language: str = "en") -> str:
+    """Any document as such a page."""
     text = words(language)
     head = _head(document, text, language)
     room = MOST_BYTES - len(head.encode()) - 4_000
@@ -67,19 +72,28 @@ def _head(document: Document, text: Mapping[str, str], language: str) -> str:
         sides += f"<li>{escape(text['at_work'])}</li>"
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in document.facts)
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in document.sections)
-    glyph = figures.glyph(document.triangle, document.hull, [label for _, label in document.sides])
+    figure = _triangle(document, sides)
+    confidence = f"{document.confidence}. {text['triangle_note']}" if figure else document.confidence
     return (
         f'<!doctype html><html lang="{escape(language)}"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escape(document.title)}</title><style>{STYLE}</style></head><body><main>"
-        f'<header class="{document.bound}"><figure>{glyph}<ul class="sides">{sides}</ul></figure><div>'
+        f'<header class="{document.bound}">{figure}<div>'
         f'<p class="quiet">{escape(document.title)} · {escape(document.subtitle)}</p>'
         f"<h1>{escape(document.verdict)}</h1>"
-        f'<p class="quiet">{escape(document.confidence)}. {escape(text["triangle_note"])}</p>'
+        f'<p class="quiet">{escape(confidence)}</p>'
         f'<dl class="facts">{facts}</dl></div></header><nav>{links}</nav>'
     )
+
+
+def _triangle(document: Document, sides: str) -> str:
+    """The place between the three sides, of documents about a job; others have none."""
+    if not document.sides:
+        return ""
+    glyph = figures.glyph(document.triangle, document.hull, [label for _, label in document.sides])
+    return f'<figure>{glyph}<ul class="sides">{sides}</ul></figure>'
 
 
 def _section(section: Section, text: Mapping[str, str]) -> str:

@@ -30,7 +30,7 @@ from .document import (
 )
 from .wording import words
 
-__all__ = ["MOST_BYTES", "render"]
+__all__ = ["MOST_BYTES", "render", "render_document"]
 
 MOST_BYTES = 200_000
 MOST_RANKS = 64
@@ -47,6 +47,11 @@ _NAMED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 def render(analysis: Analysis, *, language: str = "en") -> str:
     """The report as Markdown, at most :data:`MOST_BYTES` bytes of UTF-8."""
     document = compose(analysis, language=language, most_ranks=MOST_RANKS, most_rows=MOST_ROWS)
+    return render_document(document, language=language)
+
+
+def render_document(document: Document, *, language: str = "en") -> str:
+    """Any document as Markdown within the same limits."""
     text = words(language)
     head = _head(document, text)
     room = MOST_BYTES - len(head.encode()) - 1_000
@@ -77,7 +82,7 @@ def _head(document: Document, text: Mapping[str, str]) -> str:
         else _escape(document.confidence),
         " · ".join(f"{_escape(label)}: {_escape(value)}" for label, value in document.facts),
     ]
-    return "\n\n".join(lines)
+    return "\n\n".join(line for line in lines if line)
 
 
 def _section(section: Section) -> str:

@@ -40,7 +40,7 @@ from .document import (
 )
 from .wording import words
 
-__all__ = ["WIDTH", "render"]
+__all__ = ["WIDTH", "render", "render_document"]
 
 WIDTH = 100
 #: Ranks and rows a terminal shows; the other forms show more.
@@ -67,8 +67,15 @@ _MEASURING = Console(file=io.StringIO(), width=WIDTH)
 
 def render(analysis: Analysis, *, colour: bool = False, width: int = WIDTH, language: str = "en") -> str:
     """The report as text, lines of at most ``width`` columns (60 to 100); ``colour`` adds ANSI colours."""
-    width = max(60, min(width, WIDTH))
     document = compose(analysis, language=language, most_ranks=MOST_RANKS, most_rows=MOST_ROWS)
+    return render_document(document, colour=colour, width=width, language=language)
+
+
+def render_document(
+    document: Document, *, colour: bool = False, width: int = WIDTH, language: str = "en"
+) -> str:
+    """Any document as text."""
+    width = max(60, min(width, WIDTH))
     out = io.StringIO()
     console = Console(
         file=out,
