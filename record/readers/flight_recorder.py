@@ -194,13 +194,22 @@ def _configs(dump: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _status(dump: dict[str, Any]) -> dict[str, dict[str, int | None]]:
-    """Group → last enqueued, started and completed; ``None`` where the dump says nothing (−1)."""
+    """Group → last enqueued, started and completed; ``None`` where the dump says nothing (−1).
+
+    NCCL keeps it by the process's own number of the group, which the entries translate into its name.
+    """
+    names = {
+        str(entry.get("pg_id")): _group_of(entry)[0]
+        for entry in dump.get("entries", ())
+        if isinstance(entry, dict) and entry.get("pg_id") is not None
+    }
     found = {}
     statuses = dump.get("pg_status")
-    for name, status in statuses.items() if isinstance(statuses, dict) else ():
-        if isinstance(status, dict):
+    for number, status in statuses.items() if isinstance(statuses, dict) else ():
+        name = names.get(str(number), str(number))
+        if isinstance(status, dict) and (str(number) in names or name not in names.values()):
             numbers = {short: whole_number(status.get(long)) for short, long in _STATUS.items()}
-            found[str(name)] = {
+            found[name] = {
                 short: number if number is not None and number >= 0 else None
                 for short, number in numbers.items()
             }
