@@ -149,6 +149,7 @@ SCHEMAS: Mapping[str, Mapping[str, ColumnType]] = {
         "allocated_bytes": "int64",
         "reserved_bytes": "int64",
         # alloc, free_requested, free, segment_alloc, segment_free, out_of_memory, snapshot; None: by the sign of bytes.
+        # held: alive before the first event; its time is that event's, and its stack its allocation's where known.
         # Segments count under reserved_bytes, not under allocated_bytes.
         "action": "text",
         "stream": "int64",
@@ -383,8 +384,8 @@ class Rank:
     """What one rank recorded.
 
     ``format`` names the reader of its main source (``kineto``, ``trine``, ``nsight``, ...). For a native record, ``windows`` are its deep windows,
-    each a :class:`Rank` read by the Kineto reader (device and host tables live there); ``metadata``
-    is the record's own description (model, precision, FLOPs by convention, versions, ...).
+    each a :class:`Rank` read by the Kineto reader (device and host tables live there); ``attempts`` are the run's
+    earlier starts, oldest first, with steps and regions only (on the lowest rank alone); ``metadata`` is the record's own description (model, precision, FLOPs by convention, versions, ...).
     """
 
     rank: int
@@ -409,6 +410,7 @@ class Rank:
     host_name: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     windows: tuple[Rank, ...] = ()
+    attempts: tuple[Rank, ...] = ()
     quality: list[Quality] = field(default_factory=list)
 
     def note(self, id: str, severity: Literal["info", "warning", "error"], message: str) -> None:

@@ -29,17 +29,18 @@ def compose(
     text = words(language)
     shown, hidden = _pick_ranks(analysis.ranks, most_ranks)
     limits = Limits(shown, hidden, most_rows)
+    timed = _shows_time(analysis)
     sections = (
         _findings(analysis, text),
-        _sections.where(analysis, text, limits),
+        _sections.where(analysis, text, limits) if timed else None,
         _not_bound(analysis, text),
         _sections.step_times(analysis, text, limits),
         _exchange.communication(analysis, text, limits),
         _exchange.memory(analysis, text, limits),
         _sections.work(analysis, text, limits),
         *studies.sections(analysis, most_rows),
-        _sections.utilisation(analysis, text),
-        _checklist(analysis, text),
+        _sections.utilisation(analysis, text) if timed else None,
+        _checklist(analysis, text) if timed else None,
         _quality(analysis, text, most_rows * 2),
     )
     verdict = analysis.verdict
@@ -54,6 +55,18 @@ def compose(
         sides=_sides(verdict.triangle, text),
         sections=tuple(section for section in sections if section is not None),
         facts=_facts(analysis, text),
+    )
+
+
+def _shows_time(analysis: Analysis) -> bool:
+    """Whether anything is known of what takes time. Dumps and snapshots alone know where things stood, and a
+    page of what they cannot know would bury what they do."""
+    return not analysis.ranks or any(
+        rank.summary.steps is not None
+        or rank.summary.breakdown is not None
+        or rank.summary.collectives is not None
+        or rank.summary.format not in ("flight_recorder", "memory_snapshot", "memory_timeline")
+        for rank in analysis.ranks
     )
 
 
@@ -211,6 +224,8 @@ def _quality(analysis: Analysis, text: Mapping[str, str], most: int) -> Section:
         ranks = notes.setdefault((note.severity, note.id, note.message), [])
         if note.rank is not None:
             ranks.append(note.rank)
+    if not _shows_time(analysis):
+        notes = _without_reasons(notes)
     ordered = sorted(notes.items(), key=lambda pair: order[pair[0][0]])
     items = []
     for (severity, id, message), ranks in ordered[:most]:
@@ -220,3 +235,20 @@ def _quality(analysis: Analysis, text: Mapping[str, str], most: int) -> Section:
     if len(ordered) > most:
         blocks += (Paragraph(text["more_rows"].format(left=len(ordered) - most)),)
     return Section("quality", text["quality"], blocks)
+
+
+def _without_reasons(
+    notes: Mapping[tuple[str, str, str], list[int]],
+) -> dict[tuple[str, str, str], list[int]]:
+    """The notes without those on what a source that shows no time cannot say, which are counted instead."""
+    idle = ("unknown-hardware", "no-mfu")
+    left = [key for key in notes if key[0] == "info" and (" is null: " in key[2] or key[1] in idle)]
+    kept = {key: ranks for key, ranks in notes.items() if key not in left}
+    if left:
+        names = ", ".join(sorted(key[1].removeprefix("no-").replace("-", " ") for key in left))
+        kept[
+            "info",
+            "not-said",
+            f"what needs a trace or a record is left out: {names} (reasons: --format json)",
+        ] = []
+    return kept

@@ -96,13 +96,14 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Bars:
     """A stacked bar a row: ``rows`` are (label, value by part key), ``legend`` is part key → label.
-    ``side`` is part key → colour role (computation, communication, memory, idle, fault)."""
+    ``side`` is part key → colour role (computation, communication, memory, idle, fault, backward, weight)."""
 
     title: str
     legend: Mapping[str, str]
     side: Mapping[str, str]
     rows: tuple[tuple[str, Mapping[str, float]], ...]
     table: Table
+    unit: Unit = "duration"
 
 
 @dataclass(frozen=True, slots=True)

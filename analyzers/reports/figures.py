@@ -60,7 +60,7 @@ def bars(figure: Bars) -> str:
             width = max(values.get(key, 0.0), 0.0) / longest * room
             if width <= 0:
                 continue
-            tip = f"{label}: {figure.legend[key]} {duration(values[key])}"
+            tip = f"{label}: {figure.legend[key]} {printer(figure.unit)(values[key])}"
             body.append(
                 f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{row_height - 4}" class="side-{side[key]}" '
                 f'fill-opacity="{_shade(keys, side, key):g}"><title>{escape(tip)}</title></rect>'

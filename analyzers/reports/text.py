@@ -10,7 +10,7 @@ import io
 import itertools
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -59,6 +59,7 @@ COLOURS = {
 }
 #: Parts of a bar in order; each has its own texture, so colour is not needed.
 TEXTURES = ("█", "▓", "▒", "░", "■", "▪", "·")
+_MOST_LABEL = 20
 _LEVELS = "▁▂▃▄▅▆▇█"
 #: The space between a number and its unit.
 _UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµn]?s|[KMGT]?i?B(?:/s)?)(?![\w]))")
@@ -183,11 +184,11 @@ class _Writer:
         for key in keys:
             legend += [(f"{textures[key]} ", COLOURS[bars.side[key]]), bars.legend[key] + "  "]
         self.line(*legend)
-        room = self.width - 12
+        room = self.width - (lead := _lead(label for label, _ in bars.rows))
         # One scale for all rows: a shorter bar is a shorter time.
         longest = max((sum(values.values()) for _, values in bars.rows), default=0) or 1
         for label, values in bars.rows:
-            parts: list[str | tuple[str, str]] = [shorten(label, 11).ljust(12)]
+            parts: list[str | tuple[str, str]] = [shorten(label, lead - 1).ljust(lead)]
             for key, cells in zip(keys, _cells([values[key] for key in keys], room, longest), strict=True):
                 parts.append((textures[key] * cells, COLOURS[bars.side[key]]))
             self.line(*parts)
@@ -195,12 +196,13 @@ class _Writer:
     def series(self, series: Series) -> None:
         self.line((series.title, "underline"))
         word = printer(series.unit)
+        lead = _lead(label for label, _ in series.lines[:8])
         for label, points in series.lines[:8]:
-            values = _sampled([y for _, y in points], self.width - 42)
+            values = _sampled([y for _, y in points], self.width - 30 - lead)
             low, high = min(values), max(values)
             spark = "".join(_LEVELS[_level(value, low, high)] for value in values)
             ends = f"  {word(low)} – {word(high)}"
-            self.line(shorten(label, 11).ljust(12), (spark, COLOURS[series.side]), (ends, "dim"))
+            self.line(shorten(label, lead - 1).ljust(lead), (spark, COLOURS[series.side]), (ends, "dim"))
 
     def lanes(self, lanes: Lanes) -> None:
         """A capital where a span begins, small letters where it goes on, dots where nothing runs."""
@@ -210,9 +212,10 @@ class _Writer:
         for key in keys:
             legend += [(letter[key], COLOURS[lanes.side[key]]), f" {lanes.legend[key]}  "]
         self.line(*legend)
-        whole, room = extent(lanes), self.width - 12
+        lead = _lead(label for label, _ in lanes.rows)
+        whole, room = extent(lanes), self.width - lead
         for label, spans in lanes.rows[:MOST_RANKS]:
-            parts: list[str | tuple[str, str]] = [shorten(label, 11).ljust(12)]
+            parts: list[str | tuple[str, str]] = [shorten(label, lead - 1).ljust(lead)]
             for key, begins in row_of_cells(spans, keys, whole, room):
                 if key is None:
                     parts.append(("·", "dim"))
@@ -220,7 +223,7 @@ class _Writer:
                     parts.append((letter[key] if begins else letter[key].lower(), COLOURS[lanes.side[key]]))
             self.line(*parts)
         end = duration(whole)
-        self.line((" " * 12 + "0" + end.rjust(room - 1), "dim"))
+        self.line((" " * lead + "0" + end.rjust(room - 1), "dim"))
         if len(lanes.rows) > MOST_RANKS:
             self.wrapped(self.text["more_rows"].format(left=len(lanes.rows) - MOST_RANKS), style="dim")
 
@@ -259,6 +262,11 @@ class _Writer:
             self.line(_row(row, columns, widths))
         if table.note:
             self.wrapped(table.note, style="dim")
+
+
+def _lead(labels: Iterable[str]) -> int:
+    """Columns for the labels of a figure's rows."""
+    return min(max([11, *(len(label) for label in labels)]), _MOST_LABEL) + 1
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -88,11 +88,21 @@ def open_job(path: Path) -> Job:
 def read(source: RankSource) -> Rank:
     """One rank with its deep windows. Raises ``UnreadableInput``."""
     folder = source.path
+    rank, content = _read_steps(folder, source.rank)
+    rank.collectives = _table(content, "collectives", rank.strings)
+    rank.samples = _table(content, "samples", rank.strings)
+    rank.windows = _windows(folder, rank)
+    rank.attempts = _earlier(folder, rank)
+    return rank
+
+
+def _read_steps(folder: Path, number: int) -> tuple[Rank, Content]:
+    """A rank with its steps, regions and notes. Raises ``UnreadableInput``."""
     about = _description(folder)
     content, unreadable = _content(folder)
     strings = Strings(content.strings)
     rank = Rank(
-        rank=source.rank,
+        rank=number,
         source=str(folder),
         format=FORMAT,
         strings=strings,
@@ -114,12 +124,31 @@ def read(source: RankSource) -> Rank:
     for path, error in unreadable:
         rank.note("unreadable-segment", "error", f"{path} cannot be read ({error}); its steps are missing")
     rank.steps = _steps(content, rank)
-    rank.collectives = _table(content, "collectives", strings)
-    rank.samples = _table(content, "samples", strings)
     rank.regions = _table(content, "regions", strings)
     _say_what_happened(rank, about, content)
-    rank.windows = _windows(folder, rank)
-    return rank
+    return rank, content
+
+
+def _earlier(folder: Path, rank: Rank) -> tuple[Rank, ...]:
+    """The same rank in the run's attempts before this one: what was lost between them is part of the run.
+
+    Only for the lowest rank: one is enough, and reading each rank's whole past would double the work.
+    """
+    attempt = _ATTEMPT_FOLDER.search(folder.parent.name)
+    if attempt is None or min(_ranks_in(folder.parent), default=-1) != rank.rank:
+        return ()
+    found = []
+    for number, other in attempts_of(folder.parent.parent).items():
+        path = _ranks_in(other).get(rank.rank)
+        if number >= int(attempt[1]) or path is None:
+            continue
+        try:
+            found.append(_read_steps(path, rank.rank)[0])
+        except UnreadableInput as error:
+            rank.note(
+                "unreadable-attempt", "warning", f"attempt {number} cannot be read, goodput lacks it: {error}"
+            )
+    return tuple(found)
 
 
 def _content(folder: Path) -> tuple[Content, list[tuple[Path, OSError]]]:

@@ -1,0 +1,81 @@
+"""The section on communication by kind of group."""
+
+from __future__ import annotations
+
+from trine.analyzers.reports.document import Block, Column, Paragraph, Section, Table, clean
+from trine.analyzers.results import Analysis
+from trine.analyzers.studies.groups import GroupCosts, GroupsResult
+from trine.analyzers.units import duration, percent, rate
+
+__all__ = ["ORDER", "section"]
+
+ORDER = 45
+
+_NAMES = {
+    "data": "data parallel",
+    "tensor": "tensor parallel",
+    "pipeline": "pipeline",
+    "expert": "expert parallel",
+    "context": "context parallel",
+    "world": "all ranks",
+    "unknown": "not known",
+}
+_KNOWN_BY = {
+    "description": "the group's description",
+    "callers": "the functions that call it",
+    "operations": "its operations",
+    "ranks": "the distance of its ranks",
+    "nothing": "nothing: neither description, operations nor ranks tell",
+}
+
+
+def section(result: GroupsResult, analysis: Analysis, most_rows: int) -> Section | None:
+    """A table of kinds; left out where nothing tells the groups apart and nobody waited."""
+    kinds = result.kinds
+    if not kinds or (len(kinds) == 1 and kinds[0].kind == "unknown"):
+        return None
+    blocks: list[Block] = [_table(kinds)]
+    late = [_sentence(costs) for costs in kinds if costs.late]
+    blocks += [Paragraph(text) for text in late[:most_rows]]
+    return Section("groups", "Communication by group", tuple(blocks))
+
+
+def _table(kinds: tuple[GroupCosts, ...]) -> Table:
+    columns = (
+        Column("groups for"),
+        Column("groups", "right"),
+        Column("of ranks", "right"),
+        Column("calls", "right"),
+        Column("transfer a rank", "right"),
+        Column("wait a rank", "right"),
+        Column("exposed", "right"),
+        Column("bus bandwidth", "right"),
+        Column("known by", flexible=True),
+    )
+    return Table(columns, tuple(_row(costs) for costs in kinds))
+
+
+def _row(costs: GroupCosts) -> tuple[str, ...]:
+    sizes = costs.sizes
+    of_ranks = "–" if not sizes else str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}"
+    return (
+        _NAMES[costs.kind],
+        str(costs.groups),
+        of_ranks,
+        str(costs.calls),
+        "–" if costs.transfer_ns is None else duration(costs.transfer_ns),
+        "–" if costs.wait_ns is None else duration(costs.wait_ns),
+        "–" if costs.exposed_share is None else percent(costs.exposed_share),
+        "–" if costs.busbw_bytes_per_s is None else rate(costs.busbw_bytes_per_s),
+        ", ".join(_KNOWN_BY[by] for by in costs.known_by),
+    )
+
+
+def _sentence(costs: GroupCosts) -> str:
+    first = costs.late[0]
+    doing = f", {first.doing.replace('_', ' ')}" if first.doing not in (None, "unknown") else ""
+    example = f" ({clean(first.example)})" if first.example and doing else ""
+    return (
+        f"{_NAMES[costs.kind].capitalize()}: the others waited {duration(first.caused_wait_ns)} in all for rank "
+        f"{first.rank}, which entered {first.last_in} calls last{doing}{example}."
+    )
