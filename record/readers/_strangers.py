@@ -19,8 +19,6 @@ _MOST_FILES = 1000
 _MARKS: tuple[tuple[tuple[bytes, ...], str], ...] = (
     ((b"SQLite format 3\x00", b"rocpd_"), "a rocprofiler database (export a Chrome trace from it)"),
     ((b"SQLite format 3\x00",), "an SQLite database without the tables that Nsight Systems exports"),
-    ((b"device_traces",), "a PyTorch memory snapshot"),
-    ((b"segments", b"blocks"), "a PyTorch memory snapshot"),
     ((b"speedscope.app/file-format-schema",), "a speedscope profile of host stacks"),
 )
 

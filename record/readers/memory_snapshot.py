@@ -1,0 +1,158 @@
+"""Reader of PyTorch's memory snapshots: ``torch.cuda.memory._dump_snapshot`` and pickled ``_snapshot()`` dicts.
+
+A snapshot has two halves, and either may be empty: ``segments``, what the caching allocator held when it was
+taken, and ``device_traces``, a ring of what happened before. The first anchors the second: totals after
+each event are worked out *backwards* from what was held at the end, so they are exact however much of the
+history the ring has lost; without segments they are summed forwards, and then are a lower bound.
+
+Sizes are the allocator's: a request rounded up to 512 bytes, as ``torch.cuda.memory_allocated`` counts it.
+A release counts where it is asked for; memory that other streams still used then is in ``pending_peak_bytes``.
+
+Layout: torch/csrc/cuda/Module.cpp, ``THCPModule_memorySnapshot``, and torch/cuda/_memory_viz.py.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnreadableInput
+from ..model import Job, Quality, Rank, RankSource, Strings
+from ._memory_history import Device, read_history
+from ._memory_quality import notes_of
+from ._memory_segments import read_segments
+from ._memory_stacks import Stacks
+from ._memory_tables import memory_table, segments_table
+from ._names import rank_of_name, ranks_of_names
+from ._pickles import load, read_bytes
+
+__all__ = ["FORMAT", "open_job", "open_paths", "recognizes"]
+
+FORMAT = "memory_snapshot"
+
+_HEAD_BYTES = 1 << 16
+#: Text of stacks that is kept, beside a quarter of the file.
+_STACK_BYTES = 8 << 20
+#: An event or block takes at least this much of the file; more of them than fit are one object named many times.
+_BYTES_A_ROW = 12
+_FREE_ROWS = 1000
+
+
+def recognizes(path: Path) -> bool:
+    """Whether a file is a pickled snapshot, by its first names. Never raises."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        if head[:2] == b"\x1f\x8b":
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)
+    except (OSError, zlib.error):
+        return False
+    if head[:1] not in (b"\x80", b"(", b"}", b"]"):
+        return False
+    return (b"device_traces" in head and b"segments" in head) or (b"total_size" in head and b"blocks" in head)
+
+
+def open_job(path: Path) -> Job:
+    """The job of one snapshot: one rank."""
+    return open_paths([path], path)
+
+
+def open_paths(paths: Sequence[Path], origin: Path) -> Job:
+    """The ranks that these snapshots make, numbered by their names, else by their order."""
+    notes: list[Quality] = []
+    if len(paths) == 1:
+        named = rank_of_name(str(paths[0]), certain=True)
+        ranks = [named if named is not None else 0]
+    else:
+        found = ranks_of_names([str(path) for path in paths])
+        ranks = found if found is not None else list(range(len(paths)))
+        how = "taken from file names" if found is not None else "numbered in order of file names"
+        notes.append(
+            Quality("rank-unknown", "info", f"memory snapshots do not state their rank; ranks are {how}")
+        )
+    pairs = sorted(zip(ranks, paths, strict=True), key=lambda pair: pair[0])
+    sources = tuple(RankSource(rank, path, read_rank) for rank, path in pairs)
+    return Job(origin, FORMAT, sources, None, quality=notes)
+
+
+def read_rank(source: RankSource) -> Rank:
+    """One snapshot as tables ``memory`` and ``segments``. Raises ``UnreadableInput`` with one line."""
+    data = read_bytes(source.path)
+    size = len(data)
+    snapshot = load(data, str(source.path))
+    del data
+    segments, traces, about = _parts(snapshot, source.path)
+    del snapshot
+    _bounded(segments, traces, size, source.path)
+    strings = Strings()
+    rank = Rank(source.rank, str(source.path), FORMAT, strings)
+    stacks = Stacks(strings, _STACK_BYTES + size // 4)
+    held = read_segments(segments, stacks)
+    devices: list[Device] = []
+    for index, trace in enumerate(traces):
+        if trace:
+            devices.append(read_history(index, trace, held, stacks, about.get("annotations", ())))
+        traces[index] = None  # columns from here on; the objects go
+    known = {device.index for device in devices}
+    devices += [read_history(index, [], held, stacks, ()) for index in held.devices if index not in known]
+    rank.memory = memory_table(devices, held, stacks, strings)
+    rank.segments = segments_table(held, stacks, strings)
+    rank.metadata["memory_snapshot"] = _metadata(devices, about)
+    for id, severity, message in notes_of(devices, held, stacks, about, has_traces=bool(known)):
+        rank.note(id, severity, message)
+    return rank
+
+
+def _parts(snapshot: Any, path: Path) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """(segments, traces by device, the rest) of a snapshot of any version."""
+    if type(snapshot) is list:  # torch.cuda.memory_snapshot(), and _snapshot() up to torch 1.13
+        snapshot = {"segments": snapshot}
+    if type(snapshot) is not dict or not ("segments" in snapshot or "device_traces" in snapshot):
+        raise UnreadableInput(
+            f"{path} is a pickle without segments and device_traces; write one with torch.cuda.memory._dump_snapshot"
+        )
+    segments, traces = snapshot.get("segments"), snapshot.get("device_traces")
+    segments = [each for each in segments if type(each) is dict] if type(segments) is list else []
+    traces = [each if type(each) is list else [] for each in traces] if type(traces) is list else []
+    if not segments and not any(traces):
+        raise UnreadableInput(
+            f"{path} holds no segment and no event; was the device used, and was "
+            "torch.cuda.memory._record_memory_history() called before?"
+        )
+    settings = snapshot.get("allocator_settings")
+    annotations = snapshot.get("external_annotations")
+    overflowed = snapshot.get("trace_alloc_overflowed")
+    about = {
+        "settings": settings if type(settings) is dict else {},
+        "annotations": annotations if type(annotations) is list else (),
+        "overflowed": overflowed,
+        "most_entries": snapshot.get("trace_alloc_max_entries"),
+    }
+    return segments, traces, about
+
+
+def _bounded(segments: list[Any], traces: list[Any], size: int, path: Path) -> None:
+    """Refuse a small file that names one long list many times."""
+    blocks = (each.get("blocks") for each in segments)
+    rows = len(segments) + sum(len(each) for each in blocks if type(each) is list) + sum(map(len, traces))
+    if rows > size // _BYTES_A_ROW + _FREE_ROWS:
+        raise UnreadableInput(
+            f"{path} names the same events again and again ({rows} in {size} bytes); write it again"
+        )
+
+
+def _metadata(devices: Sequence[Device], about: dict[str, Any]) -> dict[str, Any]:
+    """What the tables cannot hold, as plain values."""
+    settings = {
+        str(key)[:80]: value
+        for key, value in about["settings"].items()
+        if type(value) in (str, int, float, bool) and len(str(value)) < 500
+    }
+    return {
+        "allocator_settings": settings,
+        "devices": {device.index: device.about() for device in devices},
+    }
