@@ -163,6 +163,20 @@ def _host_in(host: Table, selected: Selected) -> Array:
     return np.asarray((host["start_ns"] >= selected.start_ns) & (host["start_ns"] < selected.end_ns))
 
 
+#: What a source without a course of time is called.
+_HELD = {
+    "flight_recorder": "a flight recorder's dump",
+    "memory_snapshot": "a memory snapshot",
+    "memory_timeline": "a memory timeline",
+}
+
+
+def _is_timeline(rank: Rank) -> bool:
+    """Whether the rank's source shows what happened when; dumps and snapshots show where things stood."""
+    tables = (rank.steps, rank.device, rank.host, rank.collectives, rank.microbatches)
+    return rank.format not in _HELD or any(table is not None for table in tables) or bool(rank.windows)
+
+
 def _say_what_is_missing(
     rank: Rank,
     selection: Selection,
@@ -175,6 +189,14 @@ def _say_what_is_missing(
         if all(one.id != id for one in quality):
             quality.append(Quality(id, severity, message, rank.rank))
 
+    if not _is_timeline(rank):
+        held = _HELD.get(rank.format, f"a source of the format {rank.format}")
+        note(
+            "no-timeline",
+            "info",
+            f"{held} holds no steps, kernels or operators: what takes time cannot be said",
+        )
+        return
     if not has_breakdown:
         note("no-breakdown", "info" if rank.format == "trine" else "warning", f"no breakdown: {missing}")
     if not selected.steps:

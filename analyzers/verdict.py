@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from trine.analyzers.desync_words import healthy_words, statement
 from trine.analyzers.findings import Facts
 from trine.analyzers.findings._facts import RankFacts
 from trine.analyzers.findings._kinds import by_class, work
 from trine.analyzers.results import Finding, Verdict
+from trine.analyzers.studies import result_of
+from trine.analyzers.studies.desync import Desync
 from trine.analyzers.units import duration, interval, percent
 
 __all__ = ["verdict"]
@@ -53,11 +56,16 @@ def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
     worst = next((finding for finding in findings if finding.kind == "fault"), None)
     sure = _confidence(facts, worst)
     best = next((finding for finding in findings if finding.kind == "opportunity"), None)
+    if worst is not None and worst.id == "desync":
+        # A job that stands still is not bound by anything: it never comes to an end.
+        return Verdict(f"This job hangs: {_lower(worst.title)}.", worst.id, _told(worst), centre, points)
     if worst is not None:
         name = _BOUND.get(worst.id, worst.id)
         text = f"This run is held back by {name}: {_lower(worst.title)}{_advice(facts, worst)}."
         return Verdict(text, worst.id, sure, centre, points)
     compute = _compute_share(facts)
+    if compute is None and (agreed := _dumps_agree(facts)) is not None:
+        return Verdict(agreed, None, "medium", centre, points)
     if compute is None:
         reason = _why_unknown(facts)
         return Verdict(f"What bounds this run cannot be said: {reason}.", None, "low", centre, points)
@@ -69,6 +77,21 @@ def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
     else:
         text = f"{head}, and no change that Trine knows would gain 5 % or more."
     return Verdict(text, bound, sure, centre, points)
+
+
+def _told(desync: Finding) -> Literal["high", "medium", "low"]:
+    """How sure the study of dumps is: it needs no steps."""
+    certainty = desync.evidence.get("certainty")
+    return "high" if certainty == "high" else "medium" if certainty == "medium" else "low"
+
+
+def _dumps_agree(facts: Facts) -> str | None:
+    """Of a job of which dumps alone are known: that its ranks agree, and what was in flight."""
+    dumps = result_of(facts.analysis, "desync", Desync)
+    if dumps is None or dumps.stuck:
+        return None
+    noticed = [f"{statement(culprit)}." for culprit in dumps.culprits[:1]]
+    return " ".join([f"{healthy_words(dumps)}.", *noticed, "Dumps alone say nothing of speed."])
 
 
 def _lower(title: str) -> str:

@@ -27,7 +27,7 @@ MOST_STACKS, MOST_FRAMES = 64, 12
 #: Operations whose buffers all ranks must give alike, by which side. The list forms of all-gather and
 #: reduce-scatter, all-to-all, gather and scatter may be uneven.
 _EVEN_INPUT = re.compile(
-    r"^_?(all_?reduce|broadcast|_?broadcast_oop|reduce(?!_scatter)|_?reduce_oop|all_gather_(base|single|into_tensor)"
+    r"^(?!.*sparse)_?(all_?reduce|broadcast|_?broadcast_oop|reduce(?!_scatter)|_?reduce_oop|all_gather_(base|single|into_tensor)"
     r"|reduce_scatter_(base|single|tensor)|allgather_base)",
     re.IGNORECASE,
 )

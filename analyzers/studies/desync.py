@@ -105,7 +105,10 @@ def _compared(line: GroupLine) -> int:
 
 def _standing(line: GroupLine) -> GroupStanding:
     known = line.enqueued[line.enqueued != MISSING]
-    pending = ((line.state != COMPLETED) & (line.call != ABSENT)).any(axis=1)
+    held = line.call != ABSENT
+    # A call that another rank has completed is being completed: a dump catches some ranks a moment earlier.
+    open_ = ~(held & (line.state == COMPLETED)).any(axis=0)
+    pending = (held & (line.state != COMPLETED))[:, open_].any(axis=1)
     return GroupStanding(
         group=line.id,
         description=line.description,
