@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["is_communication", "operation_of"]
+__all__ = ["is_communication", "is_launch", "operation_of"]
 
 #: Compiled kernels of TorchInductor are named after the operators they fuse, collectives included,
 #: yet never communicate themselves.
@@ -50,6 +50,19 @@ _OPERATIONS = tuple(
         (r"recv\b", "recv"),
     )
 )
+
+
+#: Calls that put work on a device: cudaLaunchKernelExC, cuLaunchKernel, hipExtModuleLaunchKernel, cudaGraphLaunch,
+#: hipMemcpyWithStream, cudaMemsetAsync, cudaMemcpyBatchAsync, urEnqueueKernelLaunch, zeCommandListAppendMemoryCopy.
+_LAUNCH = re.compile(
+    r"Launch(?!HostFunc)|Mem(?:cpy|set)|Enqueue(?!EventsWait)|Append(?!Wait|Signal|Barrier|Event)"
+)
+
+
+@lru_cache(maxsize=4096)
+def is_launch(name: str) -> bool:
+    """Whether a runtime or driver call of this name puts work on a device."""
+    return _LAUNCH.search(name) is not None
 
 
 @lru_cache(maxsize=65536)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ..model import DEVICE_KINDS, HOST_KINDS
 
@@ -16,9 +17,11 @@ __all__ = [
     "MEMORY",
     "OPERATOR",
     "PYTHON",
+    "RECORDING_END",
     "RUNTIME",
     "SILENT",
     "SYNC_MARK",
+    "action_of",
     "host_kind_of_name",
 ]
 
@@ -29,6 +32,7 @@ DEVICE = 100
 MEMORY = 200
 SYNC_MARK = 250
 IGNORED = 300
+RECORDING_END = 320
 
 #: Flow arrows, names of threads and counters.
 SILENT = ("s", "f", "t", "M", "C")
@@ -45,7 +49,6 @@ CATEGORIES = {
     "mtia_ccp_events": DEVICE + COMPUTE,
     "cpu_op": OPERATOR,
     "operator": OPERATOR,
-    "hpu_op": OPERATOR,
     "cuda_runtime": RUNTIME,
     "cuda_driver": RUNTIME,
     "runtime": RUNTIME,
@@ -54,6 +57,7 @@ CATEGORIES = {
     "xpu_driver": RUNTIME,
     "mtia_runtime": RUNTIME,
     "glow_runtime": RUNTIME,
+    "hpu_op": RUNTIME,  # the host side of a call, as Kineto's ActivityType.h has it
     "privateuse1_runtime": RUNTIME,
     "privateuse1_driver": RUNTIME,
     "user_annotation": ANNOTATION,
@@ -61,6 +65,7 @@ CATEGORIES = {
     "cuda_sync": SYNC_MARK,
     "cuda_event": SYNC_MARK,
     "xpu_sync": SYNC_MARK,
+    "trace": RECORDING_END,
     # Copies of host spans on device rows, markers and counters: no work of their own.
     **dict.fromkeys(
         (
@@ -68,7 +73,6 @@ CATEGORIES = {
             "cuda_profiler_range",
             "external_correlation",
             "overhead",
-            "trace",
             "mtia_insight",
             "mtia_counters",
             "xpu_scope_profiler",
@@ -83,6 +87,19 @@ CATEGORIES = {
         IGNORED,
     ),
 }
+
+#: Devices that Kineto does not know have plug-ins of their own, which name their calls like the others.
+_ENDINGS = (("_runtime", RUNTIME), ("_driver", RUNTIME), ("_sync", SYNC_MARK))
+
+
+def action_of(category: Any) -> int | None:
+    """What becomes of an event by its category as written, ``None`` of an unknown one."""
+    name = str(category).lower()
+    action = CATEGORIES.get(name)
+    if action is None:
+        action = next((found for ending, found in _ENDINGS if name.endswith(ending)), None)
+    return action
+
 
 #: Runtime calls that block the host until the device is done.
 _BLOCKING = frozenset(

@@ -14,7 +14,7 @@ import msgspec
 from ..model import MISSING, Strings
 from ._kineto_events import DECODE_ERRORS
 
-__all__ = ["NameCodes", "Products", "Processes", "RawCodes", "Threads"]
+__all__ = ["NameCodes", "Processes", "Products", "RawCodes", "Threads"]
 
 
 class NameCodes(dict[Any, int]):
@@ -86,6 +86,10 @@ class Threads(dict[tuple[Any, Any], int]):
     def __init__(self) -> None:
         super().__init__()
         self._owners: dict[int, tuple[str, str]] = {}
+
+    def process(self, thread: int) -> str:
+        """The process that a thread belongs to, as written."""
+        return self._owners[thread][0]
 
     def __missing__(self, key: tuple[Any, Any]) -> int:
         owner = (str(key[0]), str(key[1]))

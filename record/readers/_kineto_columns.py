@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,19 +14,17 @@ from ..kernels import is_communication
 from ..model import MISSING, Strings
 from ._kineto_categories import (
     ANNOTATION,
-    CATEGORIES,
     COMMUNICATION,
     COPY,
     DEVICE,
-    IGNORED,
     MEMORY,
     OPERATOR,
     PYTHON,
     RUNTIME,
-    SILENT,
     SYNC_MARK,
+    action_of,
 )
-from ._kineto_codes import NameCodes, Products, RawCodes, Threads
+from ._kineto_codes import NameCodes, Processes, Products, RawCodes, Threads
 from ._kineto_events import (
     CallArguments,
     CollectiveArguments,
@@ -34,62 +32,23 @@ from ._kineto_events import (
     Event,
     ExactEvent,
     HostArguments,
+    LabelArguments,
     MemoryArguments,
     SyncArguments,
     arguments,
 )
+from ._kineto_sorting import SortedEvents
 from ._kineto_stream import Chunk
 from ._kineto_terms import sync_kind
 from ._kineto_times import as_doubles_say, nanoseconds, nanoseconds_of_numbers, numbers, whole
 
-__all__ = ["Columns"]
+__all__ = ["PROCESS", "SECTION", "Columns"]
+
+#: Columns beside the model's own: the process as numbered by ``Columns.processes``, and in which section
+#: of the file the row stands. Of host rows the thread tells the process.
+PROCESS, SECTION = "_process", "_section"
 
 Array = npt.NDArray[Any]
-
-
-class _Sorted:
-    """A chunk's events by what becomes of them."""
-
-    __slots__ = ("count", "groups", "marks", "unknown")
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.groups: dict[int, list[Event]] = {}
-        self.unknown: dict[str, list[Event]] = {}
-        routes = _Routes(self.groups, self.unknown)
-        others: list[Event] = []
-        for event in events:
-            if event.ph == "X":
-                try:
-                    routes[event.cat](event)
-                except TypeError:  # a list or an object for a category
-                    routes[str(event.cat)](event)
-            else:
-                others.append(event)
-        speaking = [event for event in others if event.ph not in SILENT]
-        self.marks = [event for event in speaking if event.ph in ("B", "E")]
-        memory = [event for event in speaking if event.name == "[memory]" and event.ph in ("i", "I")]
-        if memory:
-            self.groups[MEMORY] = memory
-        self.groups.pop(IGNORED, None)
-        self.count = len(events) - sum(event.ph is None for event in speaking)
-
-
-class _Routes(dict[Any, Callable[[Event], None]]):
-    """Category as written → where to put an event of it."""
-
-    def __init__(self, groups: dict[int, list[Event]], unknown: dict[str, list[Event]]) -> None:
-        super().__init__()
-        self._groups, self._unknown = groups, unknown
-
-    def __missing__(self, category: Any) -> Callable[[Event], None]:
-        action = CATEGORIES.get(str(category).lower())
-        if action is None:
-            label = "(none)" if category is None else str(category)[:40]
-            append = self._unknown.setdefault(label, []).append
-        else:
-            append = self._groups.setdefault(action, []).append
-        self[category] = append
-        return append
 
 
 class Columns:
@@ -108,15 +67,24 @@ class Columns:
         #: ("device" | "host", row, arguments) of communication kernels and of ``record_param_comms``.
         self.collectives: list[tuple[str, int, CollectiveArguments]] = []
         self.unknown: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
+        self.labels: dict[str, set[str]] = {}  # process → what "process_name" and "process_labels" call it
+        self.named: Counter[str] = (
+            Counter()
+        )  # process → how often "process_name" names it; once in a recording
+        self.closed = 0  # recordings that came to their end
+        self.sections = 0
+        self.processes = Processes()
+        self.threads = Threads()
         self.events = 0
         self.negative_durations = 0
         self.untimed = 0
         self.unclosed = 0
+        self._section: Array = np.empty(0, np.int32)  # of the events in hand
         self._device_rows = 0
         self._host_rows = 0
         self._names = NameCodes(strings)
         self._texts = RawCodes(strings)
-        self._threads = Threads()
         self._products = Products()
         self._open: dict[tuple[str, str], list[Event]] = {}
 
@@ -125,17 +93,20 @@ class Columns:
 
         Returns whether doubles were exact enough for its times.
         """
-        found = _Sorted(chunk.events)
+        found = SortedEvents(chunk.events)
         times = {action: _quick_times(events) for action, events in found.groups.items()}
         exact = not found.marks and None not in times.values()
         if not exact:
-            found = _Sorted(chunk.exact())
+            found = SortedEvents(chunk.exact())
             self._pair(found)
             times = {action: _exact_times(events) for action, events in found.groups.items()}
         self.events += found.count
         self.unknown.update({label: len(events) for label, events in found.unknown.items()})
+        self.ignored.update({label: len(events) for label, events in found.ignored.items()})
+        self._read_labels(found.labels)
         for action, events in sorted(found.groups.items()):
             spans = self._spans(*(times[action] or _exact_times(events)))
+            self._section = self.sections + found.sections(action)
             if action < DEVICE:
                 self._add_host(events, action, *spans)
             elif action < MEMORY:
@@ -144,9 +115,18 @@ class Columns:
                 self._add_syncs(events, *spans)
             else:
                 self._add_memory(events, *spans)
+        self.sections += found.breaks
+        self.closed += found.closed
         return exact
 
-    def _pair(self, found: _Sorted) -> None:
+    def _read_labels(self, events: Sequence[Event]) -> None:
+        for event, args in zip(events, arguments(events, LabelArguments), strict=True):
+            self.named[str(event.pid)] += event.name == "process_name"
+            text = args.name if args.labels is None else args.labels
+            if isinstance(text, str) and text:
+                self.labels.setdefault(str(event.pid), set()).add(text)
+
+    def _pair(self, found: SortedEvents) -> None:
         """Begins and their ends as complete events."""
         for event in found.marks:
             stack = self._open.setdefault((str(event.pid), str(event.tid)), [])
@@ -159,8 +139,9 @@ class Columns:
                 start, end = nanoseconds([bytes(begin.ts), bytes(event.ts)]).tolist()
                 if MISSING not in (start, end):  # else its missing time is counted with the others
                     begin.dur = msgspec.Raw(f"{(end - start) // 1000}.{(end - start) % 1000:03}".encode())
-                action = CATEGORIES.get(str(begin.cat).lower(), ANNOTATION)
-                found.groups.setdefault(action if action < DEVICE else ANNOTATION, []).append(begin)
+                action = action_of(begin.cat)
+                known = action is not None and action < DEVICE
+                found.groups.setdefault(action if known else ANNOTATION, []).append(begin)
 
     # --- one kind of event each ----------------------------------------------------------------
 
@@ -182,11 +163,20 @@ class Columns:
             return np.array([names[str(event.name)] for event in events], dtype=np.int32)
 
     def _thread_numbers(self, events: Sequence[Event]) -> Array:
-        threads = self._threads
+        threads = self.threads
         try:
             return np.array([threads[event.pid, event.tid] for event in events], dtype=np.int64)
         except TypeError:
             return np.array([threads[str(event.pid), str(event.tid)] for event in events], dtype=np.int64)
+
+    def _origin(self, events: Sequence[Event]) -> dict[str, Array]:
+        """Where events come from, for telling apart what was merged into one file."""
+        number = self.processes
+        try:
+            processes = [number[event.pid] for event in events]
+        except TypeError:  # a list or an object for a process
+            processes = [number[str(event.pid)] for event in events]
+        return {PROCESS: np.array(processes, dtype=np.int32), SECTION: self._section}
 
     def _add_device(self, events: list[Event], kind: int, start: Array, end: Array, known: Array) -> None:
         args = arguments(events, DeviceArguments)
@@ -216,6 +206,7 @@ class Columns:
             "bytes": whole([a.bytes for a in args]),
             "correlation": whole([a.correlation for a in args]),
             **self._launch_shapes(args),
+            **self._origin(events),
         }
         self.device.append(_kept(columns, known))
         self._device_rows += int(np.count_nonzero(known))
@@ -229,6 +220,7 @@ class Columns:
             "thread": self._thread_numbers(events),
             "name": names,
             **self._host_arguments(events, kind),
+            SECTION: self._section,
         }
         if kind == OPERATOR:
             metadata = names == self.strings.find("record_param_comms")
@@ -296,6 +288,7 @@ class Columns:
             "source_stream": whole([a.source_stream for a in args]),
             "source_correlation": whole([a.source_correlation for a in args]),
             "correlation": whole([a.correlation for a in args]),
+            **self._origin(events),
         }
         self.syncs.append(_kept(columns, known))
 
@@ -318,6 +311,7 @@ class Columns:
             "device": np.where(on_host, -1, whole([a.device for a in args])),
             "allocated_bytes": whole([a.allocated for a in args]),
             "reserved_bytes": whole([a.reserved for a in args]),
+            **self._origin(events),
         }
         self.memory.append(_kept(columns, known))
 

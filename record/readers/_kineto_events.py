@@ -20,6 +20,7 @@ __all__ = [
     "ExactEvent",
     "Facts",
     "HostArguments",
+    "LabelArguments",
     "MemoryArguments",
     "SyncArguments",
     "arguments",
@@ -114,6 +115,13 @@ class SyncArguments(
     recorded_event: Any = None
 
 
+class LabelArguments(msgspec.Struct, gc=False):
+    """``args`` of the metadata events that name processes."""
+
+    name: Any = None
+    labels: Any = None
+
+
 class MemoryArguments(
     msgspec.Struct,
     gc=False,
@@ -183,6 +191,7 @@ _Arguments = TypeVar(
     HostArguments,
     CallArguments,
     SyncArguments,
+    LabelArguments,
     MemoryArguments,
     CollectiveArguments,
 )
@@ -250,6 +259,7 @@ _decoders: dict[Any, Any] = {
         HostArguments,
         CallArguments,
         SyncArguments,
+        LabelArguments,
         MemoryArguments,
         CollectiveArguments,
     )

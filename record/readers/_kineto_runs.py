@@ -16,7 +16,7 @@ from ._kineto_files import FoundTrace, found_in
 from ._names import natural, rank_of_name, ranks_of_names
 from ._strangers import name_of
 
-__all__ = ["job_of_paths"]
+__all__ = ["job_of_paths", "say_what_is_missing"]
 
 Read = Callable[[RankSource], Rank]
 
@@ -35,14 +35,17 @@ def job_of_paths(paths: Sequence[Path], origin: Path, read: Read) -> Job:
     sources = tuple(RankSource(rank, each.path, read, each.member) for rank, each in sorted(ranked.items()))
     world = _world_size(found, max(ranked), notes)
     job = Job(origin, "kineto", sources, world, quality=notes)
-    if job.missing_ranks:
-        missing = job.missing_ranks
-        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        text = (
-            f"{len(missing)} of {world} ranks have no trace ({some}); waits are known for those present only"
-        )
-        notes.append(Quality("missing-ranks", "warning", text))
+    say_what_is_missing(job)
     return job
+
+
+def say_what_is_missing(job: Job) -> None:
+    """Note the ranks of a job's world that have no trace."""
+    missing = job.missing_ranks
+    if missing:
+        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        text = f"{len(missing)} of {job.world_size} ranks have no trace ({some}); waits are known for those present only"
+        job.quality.append(Quality("missing-ranks", "warning", text))
 
 
 def _world_size(found: list[FoundTrace], highest: int, notes: list[Quality]) -> int | None:

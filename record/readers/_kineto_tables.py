@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels import is_launch
 from ..model import HOST_KINDS, MISSING, Strings, Table
 from ._kineto_categories import host_kind_of_name
 from ._kineto_terms import EVENT_RECORD
 
 __all__ = [
+    "Launches",
     "device_table",
     "host_table",
     "joined",
     "launches",
     "mark_blocking_copies",
     "memory_table",
+    "names_that",
     "parents",
     "step_of",
     "steps_table",
@@ -155,10 +160,24 @@ def device_table(columns: dict[str, Array], base_ns: int, strings: Strings) -> T
     return Table("device", columns, strings)
 
 
-def launches(device: Table, host: Table) -> Array:
-    """Row in ``host`` of the runtime call that launched each device row, -1 where there is none.
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Row in ``host`` of the call that launched each device row, -1 where there is none or more than one could be.
 
-    A correlation seen more than once (several windows in one file) means its last call before the work.
+    ``unclear`` counts the latter, ``shared`` the correlations that more than one call has.
+    """
+
+    rows: Array
+    unclear: int = 0
+    shared: int = 0
+
+
+def launches(device: Table, host: Table) -> Launches:
+    """Calls of device rows, by correlation.
+
+    A correlation that several calls have (several windows or processes in one file) means the last call before
+    the work. Every call that launches has work of its own, so where an earlier one is left without any, it is
+    not known whose the work is, and it gets no launch at all.
     """
     calls = np.flatnonzero(host["correlation"] != MISSING)
     order = calls[np.lexsort((host["start_ns"][calls], host["correlation"][calls]))]
@@ -169,12 +188,42 @@ def launches(device: Table, host: Table) -> Array:
     found = np.full(len(device), -1, np.int64)
     usable = (high > low) & (wanted != MISSING)
     found[usable] = order[low[usable]]
-    starts = host["start_ns"]
-    for row in np.flatnonzero(usable & (high - low > 1)).tolist():
-        candidates = order[low[row] : high[row]]
-        before = candidates[starts[candidates] <= device["start_ns"][row]]
-        found[row] = before[-1] if len(before) else candidates[0]
-    return found
+    several = np.flatnonzero(usable & (high - low > 1))
+    several = several[np.argsort(low[several], kind="stable")]
+    unclear = shared = 0
+    launching = names_that(is_launch, host.strings) if len(several) else np.empty(0, bool)
+    for rows in np.split(several, np.flatnonzero(np.diff(low[several])) + 1) if len(several) else ():
+        candidates = _separate(order[low[rows[0]] : high[rows[0]]], host, launching)
+        chosen = np.searchsorted(host["start_ns"][candidates], device["start_ns"][rows], side="right") - 1
+        idle = np.setdiff1d(np.arange(len(candidates)), chosen)
+        doubtful = (chosen > idle[0]) if len(idle) else np.zeros(len(rows), bool)
+        found[rows] = np.where(doubtful, -1, candidates[np.maximum(chosen, 0)])
+        unclear += int(np.count_nonzero(doubtful))
+        shared += len(candidates) > 1
+    return Launches(found, unclear, shared)
+
+
+def names_that(hold: Callable[[str], bool], strings: Strings) -> Array:
+    """Of each string of a pool whether something holds of it, and False at the end, for rows without a name."""
+    return np.array([*map(hold, strings.values), False], dtype=bool)
+
+
+def _separate(calls: Array, host: Table, launching: Array) -> Array:
+    """Those of some calls that may have launched, in order of time.
+
+    A runtime call and the driver call in it are one; a call that never launches has its correlation in common
+    with another process' launch.
+    """
+    able = launching[host["name"][calls]]
+    calls = calls[able] if able.any() else calls
+    parent = host["parent"]
+    enclosing: set[int] = set()
+    for call in calls.tolist():
+        above = int(parent[call])
+        while above >= 0 and above not in enclosing:
+            enclosing.add(above)
+            above = int(parent[above])
+    return np.array([call for call in calls.tolist() if call not in enclosing], dtype=np.int64)
 
 
 def mark_blocking_copies(device: Table, host: Table) -> None:
