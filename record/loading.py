@@ -121,10 +121,22 @@ def _expand(path: Path) -> list[Path]:
 # --- readers -----------------------------------------------------------------------------------
 
 
+#: Readers that most jobs need and no others: a trace must not wait until all are imported.
+_MODULES = {_RECORD: "native", _TRACE: "kineto"}
+
+
+@cache
+def _reader(format: str) -> Reader:
+    name = _MODULES.get(format)
+    if name is None:
+        return _readers()[format]
+    return cast(Reader, importlib.import_module(f"{readers.__name__}.{name}"))
+
+
 @cache
 def _readers() -> dict[str, Reader]:
-    """All readers by format, in the order in which they are asked: the record's knows its folder by one
-    file name; the traces' comes last, since it takes any JSON file to say what is wrong with it."""
+    """All readers by format, the record's and the traces' last: files are shown to the others first, since
+    the traces' takes any JSON file to say what is wrong with it."""
     names = [
         module.name for module in pkgutil.iter_modules(readers.__path__) if not module.name.startswith("_")
     ]
@@ -133,7 +145,7 @@ def _readers() -> dict[str, Reader]:
         module = importlib.import_module(f"{readers.__name__}.{name}")
         if hasattr(module, "FORMAT"):
             found[module.FORMAT] = cast(Reader, module)
-    order = sorted(found, key=lambda format: (format != _RECORD, format == _TRACE, format))
+    order = sorted(found, key=lambda format: (format in _MODULES, format))
     return {format: found[format] for format in order}
 
 
@@ -152,11 +164,14 @@ def _format_of_file(path: Path) -> str | None:
     if path.name.lower().endswith(_TRACE_NAMES):
         return _TRACE
     # A source file that mentions traceEvents is no trace.
-    return _TRACE if head.lstrip()[:1] in (b"{", b"[") and _readers()[_TRACE].recognizes(path) else None
+    return _TRACE if head.lstrip()[:1] in (b"{", b"[") and _reader(_TRACE).recognizes(path) else None
 
 
 def _is_record(folder: Path) -> bool:
-    return _readers()[_RECORD].recognizes(folder)
+    """Whether a folder is a record. People call folders of traces ``rank-0`` too: a description must lie there."""
+    described = (folder / "run.json").is_file() or (folder / "rank.json").is_file()
+    described = described or next(folder.glob("rank-*/rank.json"), None) is not None
+    return described and _reader(_RECORD).recognizes(folder)
 
 
 # --- the job -----------------------------------------------------------------------------------
@@ -248,7 +263,7 @@ def _origin(paths: list[Path]) -> Path:
 
 def _traces_alone(path: Path, files: list[Path]) -> Job:
     """Traces and nothing else; what is wrong with a folder of none is the reader's to say."""
-    reader = _readers()[_TRACE]
+    reader = _reader(_TRACE)
     try:
         job = reader.open_paths(files, path)
     except UnreadableInput:
@@ -259,32 +274,33 @@ def _traces_alone(path: Path, files: list[Path]) -> Job:
 def _mixed(formats: list[str], claims: _Claims, origin: Path) -> Job:
     """One job of several formats. What one reader refuses is a note while another finds something."""
     jobs: list[Job] = []
-    refused: list[tuple[str, UnreadableInput]] = []
+    # Words alone: an error would keep this frame alive, and with it the unpacked files.
+    refused: list[tuple[str, str]] = []
     for format in formats:
         try:
             jobs.append(_opener(format)(claims.of[format], origin))
         except UnreadableInput as error:
-            refused.append((format, error))
+            refused.append((format, str(error)))
     if not jobs:
-        raise refused[0][1]
+        raise UnreadableInput(refused[0][1])
     for format, error in refused:
         claims.notes += _about_refused(format, claims.of[format], error)
     return join_jobs(jobs, origin)
 
 
 def _opener(format: str) -> Callable[[Sequence[Path], Path], Job]:
-    reader = _readers()[format]
+    reader = _reader(format)
     if hasattr(reader, "open_paths"):
         return reader.open_paths
     return lambda paths, _: reader.open_job(paths[0])
 
 
-def _about_refused(format: str, paths: list[Path], error: UnreadableInput) -> Iterator[Quality]:
+def _about_refused(format: str, paths: list[Path], error: str) -> Iterator[Quality]:
     """A JSON file that happens to lie beside dumps is no fault; a file of a known format that cannot be read is."""
     archives = [path for path in paths if path.name.lower().endswith(ARCHIVE_NAMES)]
     marked = any(b'"traceEvents"' in head_of(path) for path in paths)
     if format != _TRACE or marked:
-        yield Quality("unreadable-part", "error", str(error))
+        yield Quality("unreadable-part", "error", error)
         return
     for path in paths:
         if path not in archives:

@@ -12,20 +12,13 @@ __all__ = ["ORDER", "section"]
 ORDER = 45
 
 _NAMES = {
-    "data": "data parallel",
-    "tensor": "tensor parallel",
+    "data": "data",
+    "tensor": "tensor",
     "pipeline": "pipeline",
-    "expert": "expert parallel",
-    "context": "context parallel",
+    "expert": "expert",
+    "context": "context",
     "world": "all ranks",
     "unknown": "not known",
-}
-_KNOWN_BY = {
-    "description": "the group's description",
-    "callers": "the functions that call it",
-    "operations": "its operations",
-    "ranks": "the distance of its ranks",
-    "nothing": "nothing: neither description, operations nor ranks tell",
 }
 
 
@@ -42,32 +35,33 @@ def section(result: GroupsResult, analysis: Analysis, most_rows: int) -> Section
 
 def _table(kinds: tuple[GroupCosts, ...]) -> Table:
     columns = (
-        Column("groups for"),
+        Column("parallelism"),
         Column("groups", "right"),
-        Column("of ranks", "right"),
         Column("calls", "right"),
-        Column("transfer a rank", "right"),
-        Column("wait a rank", "right"),
+        Column("transfer", "right"),
+        Column("wait", "right"),
         Column("exposed", "right"),
-        Column("bus bandwidth", "right"),
+        Column("bus rate", "right"),
         Column("known by", flexible=True),
     )
-    return Table(columns, tuple(_row(costs) for costs in kinds))
+    note = (
+        "transfer and wait are means over ranks; exposed is the share of the window that no computation hid"
+    )
+    return Table(columns, tuple(_row(costs) for costs in kinds), note=note)
 
 
 def _row(costs: GroupCosts) -> tuple[str, ...]:
     sizes = costs.sizes
-    of_ranks = "–" if not sizes else str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}"
+    of_ranks = "" if not sizes else f" of {sizes[0]}" if len(sizes) == 1 else f" of {sizes[0]}–{sizes[-1]}"
     return (
         _NAMES[costs.kind],
-        str(costs.groups),
-        of_ranks,
+        f"{costs.groups}{of_ranks}",
         str(costs.calls),
         "–" if costs.transfer_ns is None else duration(costs.transfer_ns),
         "–" if costs.wait_ns is None else duration(costs.wait_ns),
         "–" if costs.exposed_share is None else percent(costs.exposed_share),
         "–" if costs.busbw_bytes_per_s is None else rate(costs.busbw_bytes_per_s),
-        ", ".join(_KNOWN_BY[by] for by in costs.known_by),
+        ", ".join(costs.known_by),
     )
 
 
