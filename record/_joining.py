@@ -6,6 +6,7 @@ it lacks. Nothing is read here: a joined source reads its parts when its rank's 
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import TrineError
+from .errors import TrineError, UnreadableInput
 from .model import MISSING, SCHEMAS, Group, Job, Quality, Rank, RankSource, Strings, Table
 from .readers._names import rank_of_name
 
@@ -170,6 +171,10 @@ class _Parts:
                 ranks.append(part.read(part))
             except TrineError as error:
                 failed.append((part, error))
+            except Exception as error:  # one reader's defect must not cost what the others read
+                if os.environ.get("TRINE_DEBUG"):
+                    raise
+                failed.append((part, UnreadableInput(f"unexpected {type(error).__name__}: {error}")))
         if not ranks:
             raise failed[0][1]
         whole = ranks[0]
