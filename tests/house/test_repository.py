@@ -31,7 +31,7 @@ PRIVATE = {
 #: What runs, profilers and debuggers leave behind.
 LEFTOVERS = re.compile(
     r"\.(?:json\.gz|pt\.trace\.json|nsys-rep|qdrep|sqlite|pickle|pkl|pt|pth|safetensors|prof|dmp|core|npz?|parquet|whl|tar\.gz|zip|so)$"
-    r"|(?:^|/)(?:nccl_trace|memory_snapshot|window-\d)"
+    r"|(?:^|/)(?:nccl_trace|memory_snapshot|window-\d)(?!\w*\.(?:py|md)$)"
 )
 
 
