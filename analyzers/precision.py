@@ -1,8 +1,11 @@
-"""Which precision matrix products run in, from the names of device kernels.
+"""Which precision matrix products run in, and whether on tensor cores, from the names of device kernels.
 
 Vendors' libraries write the types into the name: cuBLAS and CUTLASS ``..._bf16_bf16_...``,
 ``s16816gemm_fp16``, ``tf32``, ``sgemm``; AMD's Tensile ``Cijk_..._BBS_BH`` (B bf16, H fp16, S fp32,
 F8 fp8); cuDNN ``xmma_fprop_implicit_gemm_f16f16...``. A product whose name tells no type is not counted.
+
+They also write the instruction: ``tensorop``, ``hmma``, ``s16816gemm`` (a 16×8×16 tensor-core instruction),
+``MI16x16x16x1`` (AMD's matrix cores), ``xdlops``; or ``simt``, ``sgemm``, ``scudnn`` (none of them).
 """
 
 from __future__ import annotations
@@ -10,10 +13,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["matmul_dtype"]
+__all__ = ["matmul_dtype", "on_tensor_cores"]
 
 _MATMUL = re.compile(
-    r"gemm|gemv|matmul|_mma|hmma|cutlass|xmma|wgmma|^Cijk_|implicit_convolve|conv2d|dgrad|wgrad|fprop|winograd|nvjet",
+    r"gemm|gemv|matmul|_mma|scudnn|hmma|cutlass|xmma|wgmma|^Cijk_|implicit_convolve|conv2d|dgrad|wgrad|fprop|winograd|nvjet",
     re.IGNORECASE,
 )
 
@@ -43,4 +46,43 @@ def matmul_dtype(kernel: str) -> str | None:
     tensile = _TENSILE.match(kernel)
     if tensile is not None:
         return _TENSILE_TYPES.get(tensile[1][0])
-    return next((dtype for pattern, dtype in _TYPES if pattern.search(kernel)), None)
+    dtype = next((dtype for pattern, dtype in _TYPES if pattern.search(kernel)), None)
+    # NVIDIA's tensor cores take no fp32: a kernel of theirs that names only that rounds to tf32.
+    return "tf32" if dtype == "fp32" and _TENSOR.search(kernel) and not _PLAIN.search(kernel) else dtype
+
+
+#: Kernels of ordinary arithmetic units. ``gemv`` and ``gemmk1`` are products with a vector: no matrix unit would help.
+_PLAIN = re.compile(
+    r"simt|(?<![a-z0-9])[sdc]gemm|scudnn|gemv|gemmk1|gemmSN|convolve_sgemm|wgrad_alg0|dgrad_engine|wgrad_engine|winograd"
+    r"|naive_conv|Sp3AsmConv|conv2d_grouped_direct|depthwise|dot_kernel|_h(?:fma|gemm)_|fp16_hcudnn|MIOpenConv|MIOpenGroupConv"
+    r"|gcnAsmConv|conv_bin_|fft",
+    re.IGNORECASE,
+)
+_TENSOR = re.compile(
+    r"tensor_?op|[hiqd]mma|wgmma|(?<![a-z])[a-z]?[hsid]?(?:884|1688|8816|16816|16832|161616|1684)(?:gemm|fprop|dgrad|wgrad|cudnn)?"
+    r"|tensor16x8x|tensor8x8x|nvjet|sm(?:90|100|103|120)_xmma|cutlass3x|cutlass_3x|gtcx|xdl|_wmma|mfma|Flash_fwd|flash_fwd"
+    r"|flash_bwd|triton_tem|attn_fwd|GmmaLayout|MainloopSm(?:90|100)",
+    re.IGNORECASE,
+)
+_XMMA = re.compile(
+    r"xmma_(?:gemm|fprop|dgrad|wgrad|\w*implicit_gemm)\w*?_(bf16|f16|tf32|i8|e4m3|e5m2|f32)", re.IGNORECASE
+)
+_TENSILE_MATRIX = re.compile(r"_MI\d+x\d+")
+_TENSILE_ANY = re.compile(r"_MT\d+x\d+")
+
+
+@lru_cache(maxsize=65536)
+def on_tensor_cores(kernel: str) -> bool | None:
+    """Whether a kernel of a product runs on tensor (matrix) cores; None where the name does not tell."""
+    if kernel.startswith("Cijk_"):
+        if _TENSILE_MATRIX.search(kernel):
+            return True
+        return False if _TENSILE_ANY.search(kernel) else None
+    if _PLAIN.search(kernel):
+        return False
+    if _TENSOR.search(kernel):
+        return True
+    xmma = _XMMA.search(kernel)
+    if xmma is not None:
+        return xmma[1].lower() != "f32" or "tf32" in kernel.lower()
+    return None

@@ -14,7 +14,7 @@ from trine.record.model import DEVICE_KINDS, HOST_KINDS, Table
 from .precision import matmul_dtype
 from .results import NamedTime
 
-__all__ = ["add_up", "kernel_times", "matmul_times", "operator_times"]
+__all__ = ["add_up", "kernel_times", "matmul_times", "operator_times", "self_times"]
 
 Array = npt.NDArray[Any]
 
@@ -38,22 +38,29 @@ def operator_times(host: Table | None, mask: Array) -> tuple[NamedTime, ...]:
     rows = np.flatnonzero(mask & (host["kind"] == _OPERATOR) & (host["end_ns"] > host["start_ns"]))
     if not len(rows):
         return ()
+    return _by_name(host, rows, self_times(host, rows), HOST_KINDS)
+
+
+def self_times(host: Table, rows: Array) -> Array:
+    """Of each of the operators ``rows`` the time that none of the others inside it takes, int64 ns, shape (rows,)."""
     duration = host["end_ns"] - host["start_ns"]
     inside = np.zeros(len(host), dtype=np.int64)
     owner = _enclosing_operator(host, rows)
     np.add.at(inside, owner[owner >= 0], duration[rows[owner >= 0]])
-    return _by_name(host, rows, np.maximum(duration[rows] - inside[rows], 0), HOST_KINDS)
+    return np.asarray(np.maximum(duration[rows] - inside[rows], 0))
 
 
 def _enclosing_operator(host: Table, rows: Array) -> Array:
     """Row of the innermost operator around each of ``rows``, -1 where none."""
-    parent, kind = host["parent"], host["kind"]
+    parent, operator = host["parent"], host["kind"] == _OPERATOR
     owner = parent[rows].copy()
+    active = np.flatnonzero((owner >= 0) & ~operator[np.maximum(owner, 0)])
     for _ in range(len(host)):
-        climbing = (owner >= 0) & (kind[np.maximum(owner, 0)] != _OPERATOR)
-        if not climbing.any():
+        if not len(active):
             break
-        owner[climbing] = parent[owner[climbing]]
+        above = parent[owner[active]]
+        owner[active] = above
+        active = active[(above >= 0) & ~operator[np.maximum(above, 0)]]
     return np.asarray(owner)
 
 

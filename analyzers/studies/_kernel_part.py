@@ -1,0 +1,362 @@
+"""One rank's work by operator, shape, class and precision; columns in, small rows out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trine.analyzers.kernel_classes import classify
+from trine.analyzers.precision import matmul_dtype, on_tensor_cores
+from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Strings
+
+from ._attribution import Attributed
+from ._gemm import Fit, fit_of
+from ._kernel_rows import MOST_ROWS, OperatorTime, ProductKernel, ShapeTime
+from ._operator_work import work_of
+from ._products import HALVES, Work, conv_outputs
+from ._shapes import short_shapes
+
+__all__ = ["Grouped", "group", "operator_rows", "precision_of", "product_rows", "shape_rows", "short_kernel"]
+
+Array = npt.NDArray[Any]
+
+#: Rows that a rank keeps of each table.
+KEPT = 2 * MOST_ROWS
+#: Characters of a kernel's name that are kept.
+_NAME_LENGTH = 160
+#: What a kernel that no operator launched is filed under.
+NO_OPERATOR = "(no operator)"
+_COPY = DEVICE_KINDS.index("copy")
+_OPERATOR = HOST_KINDS.index("operator")
+_OPAQUE = re.compile(r"OpaqueType<(\d+)u?>")
+_SHORTCUT = re.compile(r"winograd|Sp3AsmConv|fft", re.IGNORECASE)
+_VECTOR = re.compile(r"gemv|gemmk1|dot_kernel", re.IGNORECASE)
+_EVALUATE = "autograd::engine::evaluate_function: "
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Work by (operator, shapes, types). ``key`` is the group of each row of the work, shape (n,); of each group
+    ``names``, ``shapes`` and ``types`` are codes of strings (-1 for none)."""
+
+    work: Attributed
+    key: Array
+    names: Array
+    shapes: Array
+    types: Array
+
+    @property
+    def strings(self) -> Strings:
+        """The pool of the rank's strings."""
+        return self.work.table.strings
+
+    @cached_property
+    def works(self) -> list[Work | None]:
+        """What one call of each group must at least do."""
+        text = self.strings.text
+        calls = [
+            (text(name) or NO_OPERATOR, text(shapes), text(types))
+            for name, shapes, types in zip(
+                self.names.tolist(), self.shapes.tolist(), self.types.tolist(), strict=True
+            )
+        ]
+        outputs = conv_outputs(calls)
+        found = [work_of(*call, outputs) for call in calls]
+        return [self._sized(work, place) for place, work in enumerate(found)]
+
+    def _sized(self, work: Work | None, place: int) -> Work | None:
+        """A list of tensors has no types, but the kernel that joins it may name their size."""
+        if work is None or work.kind != "copy" or work.write_bytes is not None or work.outputs is None:
+            return work
+        kernel = self.strings.text(int(self.work.table["name"][self.work.rows[self.longest[place]]])) or ""
+        opaque = _OPAQUE.search(kernel)
+        moved = work.outputs * int(opaque[1]) if opaque is not None else None
+        return work if moved is None else replace(work, read_bytes=moved, write_bytes=moved)
+
+    @cached_property
+    def kernel_names(self) -> tuple[Array, list[str], Array]:
+        """(codes, names, code's position of each row) of what ran."""
+        codes, inverse = np.unique(self.work.table["name"][self.work.rows], return_inverse=True)
+        return codes, [self.strings.text(code) or "unnamed" for code in codes.tolist()], inverse
+
+    @cached_property
+    def classes(self) -> Array:
+        """Class of each row as text."""
+        _, names, inverse = self.kernel_names
+        return np.array([classify(name) for name in names], dtype=object)[inverse]
+
+    @cached_property
+    def shortcut(self) -> frozenset[int]:
+        """Groups with a kernel that does fewer operations than the direct algorithm (Winograd, FFT)."""
+        codes, names, _ = self.kernel_names
+        fewer = codes[[_SHORTCUT.search(name) is not None for name in names]]
+        return frozenset(self.key[np.isin(self.work.table["name"][self.work.rows], fewer)].tolist())
+
+    @cached_property
+    def ns(self) -> Array:
+        """Time of each group, int64."""
+        return _sums(self.key, self.work.ns, len(self.names))
+
+    @cached_property
+    def calls(self) -> Array:
+        """Calls of each group: operators, or rows where there is no operator."""
+        operator = self.work.operator
+        _, first = np.unique(operator, return_index=True)
+        named = first[operator[first] >= 0]
+        counts = np.bincount(self.key[named], minlength=len(self.names))
+        return np.asarray(counts + np.bincount(self.key[operator < 0], minlength=len(self.names)))
+
+    @cached_property
+    def longest(self) -> Array:
+        """The row that took longest in each group."""
+        order = np.lexsort((self.work.ns, self.key))
+        last = np.flatnonzero(np.diff(np.append(self.key[order], len(self.names))))
+        return np.asarray(order[last])
+
+
+def group(work: Attributed) -> Grouped:
+    """Work by operator, shapes and types."""
+    work = _lifted(work)
+    host, operator = work.host, work.operator
+    if host is None or not (operator >= 0).any():
+        one = np.array([-1])
+        return Grouped(work, np.zeros(len(operator), dtype=np.int64), one, one, one)
+    known = np.maximum(operator, 0)
+    pool = len(host.strings) + 2
+    columns = [
+        np.where(operator >= 0, host[name][known], -1).astype(np.int64) + 1
+        for name in ("name", "shapes", "types")
+    ]
+    packed, key = np.unique((columns[0] * pool + columns[1]) * pool + columns[2], return_inverse=True)
+    rest, types = np.divmod(packed, pool)
+    names, shapes = np.divmod(rest, pool)
+    return Grouped(work, key, names - 1, shapes - 1, types - 1)
+
+
+def _lifted(work: Attributed) -> Attributed:
+    """Halves of a convolution's backward are filed under the whole: only that has every shape."""
+    host = work.host
+    codes = [] if host is None else [code for name in HALVES if (code := host.strings.find(name)) >= 0]
+    if host is None or not codes or work.basis != "device":
+        return work
+    known = np.maximum(work.operator, 0)
+    above = host["parent"][known]
+    half = (work.operator >= 0) & np.isin(host["name"][known], codes) & (above >= 0)
+    half &= host["kind"][np.maximum(above, 0)] == _OPERATOR
+    return replace(work, operator=np.where(half, above, work.operator))
+
+
+def _sums(groups: Array, amounts: Array, count: int) -> Array:
+    # Doubles hold a trace's nanoseconds exactly (104 days).
+    return np.bincount(groups, amounts, count).astype(np.int64)
+
+
+def short_kernel(name: str) -> str:
+    """A kernel's name without what every one of them says, at a bounded length."""
+    plain = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
+    return plain if len(plain) <= _NAME_LENGTH else plain[: _NAME_LENGTH - 1] + "…"
+
+
+def operator_rows(grouped: Grouped, outermost: bool) -> tuple[OperatorTime, ...]:
+    """Work by the innermost operator's name, or by the outermost one's."""
+    work, host = grouped.work, grouped.work.host
+    if host is None:
+        return ()
+    rows = work.outermost if outermost else work.operator
+    known = np.maximum(rows, 0)
+    codes, inverse = np.unique(np.where(rows >= 0, host["name"][known], -1), return_inverse=True)
+    backward = (rows >= 0) & _is_backward(grouped)
+    ns, kernels = _sums(inverse, work.ns, len(codes)), np.bincount(inverse)
+    in_backward = _sums(inverse, np.where(backward, work.ns, 0), len(codes))
+    _, first = np.unique(rows, return_index=True)
+    calls = np.bincount(inverse[first[rows[first] >= 0]], minlength=len(codes))
+    calls += np.bincount(inverse[rows < 0], minlength=len(codes))
+    top = np.argsort(-ns, kind="stable")[:KEPT]
+    kinds = _class_of_groups(grouped, inverse, len(codes))
+    return tuple(
+        OperatorTime(
+            (grouped.strings.text(int(codes[one])) or NO_OPERATOR).removeprefix(_EVALUATE)[:_NAME_LENGTH],
+            kinds[one],
+            int(calls[one]),
+            int(kernels[one]),
+            int(ns[one]),
+            int(in_backward[one]),
+        )
+        for one in top.tolist()
+    )
+
+
+def _is_backward(grouped: Grouped) -> Array:
+    """Of each row, whether autograd's engine called its outermost operator."""
+    work, host = grouped.work, grouped.work.host
+    assert host is not None
+    top = np.maximum(work.outermost, 0)
+    engine = [code for code, text in enumerate(host.strings.values) if text.startswith(_EVALUATE)]
+    return np.asarray((host["forward_thread"][top] != MISSING) | np.isin(host["name"][top], engine))
+
+
+def _class_of_groups(grouped: Grouped, groups: Array, count: int) -> list[str]:
+    """Class of what took longest in each of ``groups``."""
+    order = np.lexsort((grouped.work.ns, groups))
+    last = order[np.flatnonzero(np.diff(np.append(groups[order], count)))]
+    return [str(label) for label in grouped.classes[last]]
+
+
+def shape_rows(grouped: Grouped, multiprocessors: int | None) -> tuple[ShapeTime, ...]:
+    """Work by operator, shapes and types, as far as shapes were recorded."""
+    shaped = np.array(
+        [
+            one
+            for one, code in enumerate(grouped.shapes.tolist())
+            if code >= 0 and short_shapes(grouped.strings.text(code))
+        ],
+        dtype=np.int64,
+    )
+    top = shaped[np.argsort(-grouped.ns[shaped], kind="stable")[:KEPT]]
+    kernels = np.bincount(grouped.key, minlength=len(grouped.names))
+    flops = _counted_flops(grouped)
+    return tuple(_shape_row(grouped, one, kernels, flops, multiprocessors) for one in top.tolist())
+
+
+def _counted_flops(grouped: Grouped) -> Array:
+    """Operations of each group as the profiler counted them, NaN where any call has none."""
+    work, host = grouped.work, grouped.work.host
+    assert host is not None
+    rows, first = np.unique(work.operator, return_index=True)
+    first = first[rows >= 0]
+    counted = host["flops"][work.operator[first]]
+    # A convolution is counted where the program called it, several operators above its kernels.
+    above = host["flops"][work.outermost[first]]
+    convolution = np.array([one is not None and one.kind == "convolution" for one in grouped.works])
+    counted = np.where(np.isnan(counted) & convolution[grouped.key[first]], above, counted)
+    return np.asarray(np.bincount(grouped.key[first], counted, len(grouped.names)))
+
+
+def _shape_row(
+    grouped: Grouped, one: int, kernels: Array, flops: Array, multiprocessors: int | None
+) -> ShapeTime:
+    text = grouped.strings.text
+    work, calls = grouped.works[one], int(grouped.calls[one])
+    row = int(grouped.longest[one])
+    kernel = text(int(grouped.work.table["name"][grouped.work.rows[row]])) or "unnamed"
+    on_device = grouped.work.basis == "device"
+    counted = bool(flops[one] > 0)
+    total = float(flops[one]) if counted else None
+    if total is None and work is not None and work.flops is not None:
+        total = float(work.flops * calls)
+    moved = (
+        None
+        if work is None or work.read_bytes is None or work.write_bytes is None
+        else work.read_bytes + work.write_bytes
+    )
+    of_kernel = matmul_dtype(kernel) if on_device else None
+    dtype = of_kernel or (work.dtype if work is not None else None)
+    fit = None
+    if on_device and work is not None and work.product is not None:
+        fit = _fit(grouped, row, work, dtype, kernel, multiprocessors)
+    types = text(int(grouped.types[one])) or ""
+    return ShapeTime(
+        operator=(text(int(grouped.names[one])) or NO_OPERATOR)[:_NAME_LENGTH],
+        shapes=short_shapes(text(int(grouped.shapes[one])))[:_NAME_LENGTH],
+        types=_short_types(types),
+        kind=_kind(grouped, row, work),
+        calls=calls,
+        kernels=int(kernels[one]),
+        ns=int(grouped.ns[one]),
+        flops=total,
+        bytes=None if moved is None else moved * calls,
+        dtype=dtype,
+        kernel=short_kernel(kernel) if on_device else "",
+        tensor_cores=on_tensor_cores(kernel) if on_device else None,
+        counted=counted,
+        shortcut=one in grouped.shortcut,
+        product=work.product if work is not None else None,
+        fit=fit,
+    )
+
+
+def _kind(grouped: Grouped, row: int, work: Work | None) -> str:
+    """What one call does; a copy by a copy engine is a ``transfer``: it may cross the bus, so memory is not its bound."""
+    table = grouped.work.table
+    if grouped.work.basis == "device" and table["kind"][grouped.work.rows[row]] == _COPY:
+        return "transfer"
+    return work.kind if work is not None else str(grouped.classes[row])
+
+
+def _fit(
+    grouped: Grouped, row: int, work: Work, dtype: str | None, kernel: str, multiprocessors: int | None
+) -> Fit:
+    assert work.product is not None
+    table, place = grouped.work.table, grouped.work.rows[row]
+    blocks, threads = int(table["grid_blocks"][place]), int(table["block_threads"][place])
+    occupancy = float(table["occupancy"][place])
+    return fit_of(
+        work.product,
+        dtype,
+        kernel,
+        None if blocks == MISSING else blocks,
+        None if threads == MISSING else threads,
+        occupancy,
+        multiprocessors,
+    )
+
+
+def _short_types(types: str) -> str:
+    words = re.findall(r'"([^"]*)"', types)
+    named = [word.removeprefix("c10::") for word in words if word and word not in ("Scalar", "ScalarList")]
+    return ", ".join(dict.fromkeys(named))[:60]
+
+
+def precision_of(grouped: Grouped) -> dict[str, tuple[int, int]]:
+    """Type → (time of products in it, time of the rest), ns; types that nothing tells are ``unknown``."""
+    total: dict[str, tuple[int, int]] = {}
+    for name, key, ns, _ in _pairs(grouped):
+        work = grouped.works[key]
+        of_inputs = work.dtype if work is not None else None
+        product = classify(name) == "matmul"
+        dtype = (
+            (matmul_dtype(name) if product and grouped.work.basis == "device" else None)
+            or of_inputs
+            or "unknown"
+        )
+        before = total.get(dtype, (0, 0))
+        total[dtype] = (before[0] + ns, before[1]) if product else (before[0], before[1] + ns)
+    return total
+
+
+def product_rows(grouped: Grouped) -> tuple[ProductKernel, ...]:
+    """Kernels of products and convolutions, with whether they use tensor cores."""
+    rows: dict[tuple[str, str | None], ProductKernel] = {}
+    for name, key, ns, calls in _pairs(grouped):
+        if classify(name) != "matmul":
+            continue
+        work = grouped.works[key]
+        dtype = matmul_dtype(name) or (work.dtype if work is not None else None)
+        used = on_tensor_cores(name)
+        state = "vector" if _VECTOR.search(name) else {True: "used", False: "unused", None: "unknown"}[used]
+        before = rows.get((name, dtype))
+        rows[name, dtype] = ProductKernel(
+            short_kernel(name),
+            dtype,
+            state,
+            calls + (before.calls if before is not None else 0),
+            ns + (before.ns if before is not None else 0),
+        )
+    return tuple(sorted(rows.values(), key=lambda row: -row.ns))
+
+
+def _pairs(grouped: Grouped) -> list[tuple[str, int, int, int]]:
+    """(kernel's name, group, ns, count) of every pair that occurs."""
+    _, names, inverse = grouped.kernel_names
+    groups = len(grouped.names)
+    packed, place = np.unique(inverse.astype(np.int64) * groups + grouped.key, return_inverse=True)
+    ns, count = _sums(place, grouped.work.ns, len(packed)), np.bincount(place)
+    return [
+        (names[one // groups], one % groups, amount, calls)
+        for one, amount, calls in zip(packed.tolist(), ns.tolist(), count.tolist(), strict=True)
+    ]
