@@ -46,6 +46,7 @@ _BOUND = {
     "optimizer-bound": "its optimizer",
     "memory-near-limit": "memory that is nearly full",
     "fragmentation": "fragmented memory",
+    "restarts": "failures",
 }
 
 
