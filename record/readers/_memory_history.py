@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._memory_categories import Inferred, infer
+from ..memory_categories import Inferred, Trait, infer
 from ._memory_segments import ACTIVE, PENDING, SEGMENT, Held, integers
-from ._memory_stacks import Stacks, Trait
+from ._memory_stacks import Stacks
 
 __all__ = ["ACTIONS", "Allocations", "Device", "read_history"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from ..memory_categories import Trait
 from ._memory_history import Device
 from ._memory_segments import Held
-from ._memory_stacks import Stacks, Trait
+from ._memory_stacks import Stacks
 
 __all__ = ["notes_of"]
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from enum import IntFlag
 from typing import Any
 
+from ..memory_categories import Trait
 from ..model import Strings
 
-__all__ = ["Stacks", "Trait"]
+__all__ = ["Stacks"]
 
 #: A stack keeps this many Python frames, a frame this many characters.
 _MOST_FRAMES, _MOST_CHARACTERS = 40, 160
@@ -35,24 +35,6 @@ _NODE = re.compile(
     r"\b(?:torch::autograd::(?:generated::)?)(\w+(?:Backward\d*|AccumulateGrad|CopyBackwards))\b|\b(AccumulateGrad)::"
 )
 _COMMUNICATION = re.compile(r"\bc10d::|ProcessGroup|\bnccl|\bncclComm", re.IGNORECASE)
-
-
-class Trait(IntFlag):
-    """What a stack shows of the program's state."""
-
-    NONE = 0
-    STACK = 1  # there is a stack at all
-    PYTHON = 2
-    MODULE = 4  # in a module's call
-    BACKWARD = 8  # in autograd's engine
-    OPTIMIZER = 16
-    ZERO_GRAD = 32
-    COMMUNICATION = 64
-    SETUP = 128  # building, moving or loading a model
-    ACCUMULATES = 256  # adds to a parameter's gradient
-    RECOMPUTES = 512  # activation checkpointing runs a forward again
-    NATIVE = 1024
-    EMPTIES_CACHE = 2048
 
 
 class _Frame:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..memory_categories import CATEGORIES
 from ..model import MISSING, Strings, Table
-from ._memory_categories import CATEGORIES
 from ._memory_history import ACTIONS, Device
 from ._memory_segments import STATES, Held
 from ._memory_stacks import Stacks

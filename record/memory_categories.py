@@ -21,14 +21,13 @@ moments). ``sized`` says that this was used.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ._memory_stacks import Trait
-
-__all__ = ["CATEGORIES", "Inferred", "infer"]
+__all__ = ["CATEGORIES", "Inferred", "Trait", "infer"]
 
 Array = npt.NDArray[Any]
 
@@ -51,6 +50,24 @@ _OLD = 64
 
 #: A phase's code; 0 is none of them.
 _FORWARD, _BACKWARD, _OPTIMIZER = 1, 2, 3
+
+
+class Trait(IntFlag):
+    """What a stack shows of the program's state."""
+
+    NONE = 0
+    STACK = 1  # there is a stack at all
+    PYTHON = 2
+    MODULE = 4  # in a module's call
+    BACKWARD = 8  # in autograd's engine
+    OPTIMIZER = 16
+    ZERO_GRAD = 32
+    COMMUNICATION = 64
+    SETUP = 128  # building, moving or loading a model
+    ACCUMULATES = 256  # adds to a parameter's gradient
+    RECOMPUTES = 512  # activation checkpointing runs a forward again
+    NATIVE = 1024
+    EMPTIES_CACHE = 2048
 
 
 @dataclass(frozen=True, slots=True)
