@@ -1,0 +1,367 @@
+"""What the path is made of, by name, and what each would gain if it took no time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trine.record.model import DEVICE_KINDS, HOST_KINDS, Rank
+
+from ._path_graph import NEVER, Graph
+from ._path_host import Timeline, owners_of
+from ._path_replay import Plan, Scenario, replay
+from ._path_walk import CATEGORIES, Pieces, Walker
+
+__all__ = ["Entry", "Expanded", "Vanished", "entries_of", "expand", "host_bounds"]
+
+Array = npt.NDArray[Any]
+
+_OPERATOR, _RUNTIME, _ANNOTATION, _PYTHON, _LOADER, _SYNC, _COLLECTOR = range(len(HOST_KINDS))
+_COMMUNICATION = DEVICE_KINDS.index("communication")
+#: Host kind → category of the path; everything that is neither an operator nor the loader is Python's.
+_OF_HOST = np.array(
+    [
+        CATEGORIES.index({"operator": "operator", "runtime": "operator", "sync": "operator", "loader": "loader"}.get(kind, "python"))
+        for kind in HOST_KINDS
+    ]
+)  # fmt: skip
+_PYTHON_CATEGORY = CATEGORIES.index("python")
+_SYNCHRONIZATION = CATEGORIES.index("synchronization")
+
+#: Names whose disappearance is replayed: those that hold most of the path, of each view.
+MOST_ENTRIES = 10
+MOST_BLOCKING = 6
+#: Shares of the path below this are not worth a replay.
+LEAST_SHARE = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name on the path. Views overlap: a kernel's time counts for the ``kernel`` and for the ``operator``
+    that launched it. ``total_ns`` is all its time in the window, ``gain_ns`` how much shorter the window
+    would be had it taken none (of ``blocking`` calls: had they not waited). ``where`` is the frame or
+    annotation around a blocking call."""
+
+    kind: str
+    name: str
+    count: int
+    on_path_ns: int
+    total_ns: int
+    gain_ns: int | None
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expanded:
+    """The path's pieces in order of time: they tile the window. ``work`` and ``owner`` are rows of the graph
+    and of the host table, -1 where there is none."""
+
+    start: Array
+    end: Array
+    category: Array
+    work: Array
+    owner: Array
+
+    def lengths(self) -> Array:
+        """Length of each piece, ns."""
+        return self.end - self.start
+
+
+def expand(walker: Walker, pieces: Pieces, timeline: Timeline) -> Expanded:
+    """All pieces of a path, host time cut by what the host did."""
+    start, end, category, work = walker.run_arrays(pieces.runs)
+    parts = [(start, end, category, work, np.full(len(start), -1))]
+    host, waits = walker.graph.host, walker.graph.waits
+    for low, high in pieces.host:
+        begun, ended, owner = timeline.within(low, high)
+        kind = host["kind"][np.maximum(owner, 0)] if host is not None else np.zeros(len(owner), np.int64)
+        named = np.where(owner >= 0, _OF_HOST[kind], _PYTHON_CATEGORY)
+        parts.append((begun, ended, named, np.full(len(owner), -1), owner))
+    for low, high, wait in pieces.syncs:
+        one = (
+            np.array([low]),
+            np.array([high]),
+            np.array([_SYNCHRONIZATION]),
+            np.array([-1]),
+            waits.row[[wait]],
+        )
+        parts.append(one)
+    if pieces.spans:
+        spans = np.array(pieces.spans, dtype=np.int64)
+        none = np.full(len(spans), -1)
+        parts.append((spans[:, 0], spans[:, 1], spans[:, 2], none, none))
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    keep = columns[1] > columns[0]
+    order = np.argsort(columns[0][keep], kind="stable")
+    return Expanded(*(column[keep][order] for column in columns))
+
+
+class Vanished:
+    """Scenarios in which something of a graph takes no time."""
+
+    def __init__(self, plan: Plan, base: Scenario, timeline: Timeline) -> None:
+        self.plan, self.base, self.timeline = plan, base, timeline
+        graph = plan.graph
+        self.graph = graph
+        host = graph.host
+        rows = np.maximum(graph.launch_row, 0)
+        if host is not None and len(graph):
+            self.work_owner = np.where(graph.launch_row >= 0, owners_of(host, rows), -1)
+        else:
+            self.work_owner = np.full(len(graph), -1)
+        self.wait_owner = (
+            np.where(graph.waits.row >= 0, owners_of(host, np.maximum(graph.waits.row, 0)), -1)
+            if host is not None
+            else np.full(len(graph.waits), -1)
+        )
+        returns = np.maximum.accumulate(graph.waits.end) if len(graph.waits) else graph.waits.end
+        self.epoch_begin = np.append(graph.begin_ns, returns)
+        self.duration = graph.end - graph.start
+
+    def work(self, mask: Array) -> Scenario:
+        """Without the time of some work; its launches and the gaps around it stay."""
+        return replace(self.base, weight=np.where(mask, self.base.weight - self.duration, self.base.weight))
+
+    def blocking(self, mask: Array) -> Scenario:
+        """With some blocking calls that return at once."""
+        base = self.base
+        return replace(base, held=base.held & ~mask, cost=np.where(mask, 0, base.cost))
+
+    def host(self, stretches: Array, work: Array, waits: Array) -> Scenario:
+        """Without some stretches of the host's timeline, some work and some waits."""
+        begins = self.timeline.start_ns[stretches]
+        length = self.timeline.lengths()[stretches]
+        ends = begins + length
+        total = np.append(0, np.cumsum(length))
+
+        def gone(times: Array) -> Array:
+            """Host time removed before each time."""
+            place = np.searchsorted(begins, times, side="left")
+            over = np.where(place > 0, ends[np.maximum(place - 1, 0)] - times, 0) if len(ends) else 0
+            return np.asarray(total[place] - np.maximum(over, 0))
+
+        plan, graph = self.plan, self.graph
+        at_begin = gone(self.epoch_begin)
+        scenario = self.blocking(waits)
+        ready, weight = scenario.ready, scenario.weight
+        known = ready > NEVER // 2
+        ready = np.where(known, ready - (gone(graph.launch) - at_begin[plan.epoch]), ready)
+        call = scenario.call - (gone(graph.waits.start) - at_begin[plan.wait_epoch])
+        tail = scenario.tail - int(gone(np.array([graph.host_end_ns]))[0] - at_begin[-1])
+        weight = np.where(work, weight - self.duration, weight)
+        return replace(scenario, ready=ready, weight=weight, call=call, tail=tail)
+
+
+def host_bounds(vanished: Vanished) -> list[Scenario]:
+    """No host time between launches; no blocking call waits; no communication takes time."""
+    graph = vanished.graph
+    nothing, no_wait = np.zeros(len(graph), dtype=bool), np.zeros(len(graph.waits), dtype=bool)
+    everything = np.arange(len(vanished.timeline.start_ns))
+    return [
+        vanished.host(everything, nothing, no_wait),
+        vanished.blocking(np.ones(len(graph.waits), dtype=bool)),
+        vanished.work(graph.kind == _COMMUNICATION),
+    ]
+
+
+@dataclass(slots=True)
+class _Draft:
+    kind: str
+    name: str
+    count: int
+    on_path: int
+    total: int
+    scenario: Scenario | None = None
+    where: str | None = None
+
+
+def entries_of(
+    rank: Rank, vanished: Vanished, path: Expanded, extra: Sequence[Scenario]
+) -> tuple[tuple[Entry, ...], Array]:
+    """Entries of the path, the longest on it first within each view, and the lengths of ``extra`` scenarios."""
+    graph = vanished.graph
+    drafts = [
+        *_of_work(vanished, path, rank),
+        *_of_host(vanished, path),
+        *_of_blocking(vanished, path),
+    ]
+    scenarios = [*extra, *(draft.scenario for draft in drafts if draft.scenario is not None)]
+    lengths = replay(vanished.plan, scenarios)
+    whole = graph.end_ns - graph.begin_ns
+    gains = iter((whole - lengths[len(extra) :]).tolist())
+    entries = []
+    for draft in drafts:
+        gain = None if draft.scenario is None else max(int(next(gains)), 0)
+        entries.append(
+            Entry(draft.kind, draft.name, draft.count, draft.on_path, draft.total, gain, draft.where)
+        )
+    return tuple(entries), lengths[: len(extra)]
+
+
+def _largest(keys: Array, length: Array, least: float, most: int) -> list[tuple[int, int]]:
+    """(key, sum) of the keys with most length; keys are small integers."""
+    if not len(keys):
+        return []
+    lowest = int(keys.min())
+    sums = np.bincount(keys - lowest, weights=length)
+    order = np.argsort(-sums, kind="stable")[:most].tolist()
+    return [(place + lowest, int(sums[place])) for place in order if sums[place] > 0 and sums[place] >= least]
+
+
+def _of_work(vanished: Vanished, path: Expanded, rank: Rank) -> list[_Draft]:
+    """Kernels, copies and collectives by name."""
+    graph = vanished.graph
+    least = LEAST_SHARE * (graph.end_ns - graph.begin_ns)
+    on = path.work >= 0
+    rows, length = path.work[on], path.lengths()[on]
+    names, texts = _work_names(graph, rank)
+    drafts = []
+    for key, on_path in _largest(names[rows], length, least, MOST_ENTRIES):
+        mask = names == key
+        kind = int(graph.kind[mask][0])
+        label = ("kernel", "collective", "copy")[kind]
+        total = int(vanished.duration[mask].sum())
+        drafts.append(_Draft(label, texts[key], int(mask.sum()), on_path, total, vanished.work(mask)))
+    return drafts
+
+
+def _work_names(graph: Graph, rank: Rank) -> tuple[Array, dict[int, str]]:
+    """A key a name: kernels by their own, collectives by operation and group."""
+    names = graph.name.astype(np.int64)
+    values = graph.table.strings.values
+    texts = {-1: "unnamed", **dict(enumerate(values))}
+    table = rank.collectives
+    if table is None or not graph.on_device:
+        return names, texts
+    rows = np.flatnonzero(table["device_row"] >= 0)
+    order = np.argsort(graph.source, kind="stable")
+    place = np.searchsorted(graph.source[order], table["device_row"][rows])
+    place = np.minimum(place, max(len(order) - 1, 0))
+    hit = graph.source[order[place]] == table["device_row"][rows] if len(order) else np.zeros(0, bool)
+    work, rows = order[place[hit]], rows[hit]
+    said = {group.id: group.description or group.name for group in rank.groups}
+    keys: dict[str, int] = {}
+    for one, operation, group in zip(
+        work, table.text("operation")[rows], table.text("group")[rows], strict=True
+    ):
+        if operation is None:
+            continue
+        group = said.get(group) or group
+        label = operation if group in (None, "") else f"{operation} in {group}"
+        key = keys.setdefault(label, len(values) + len(keys))
+        names[one], texts[key] = key, label
+    return names, texts
+
+
+def _of_host(vanished: Vanished, path: Expanded) -> list[_Draft]:
+    """Operators (their own host time and the work they launched), and Python by frame or annotation."""
+    graph, timeline = vanished.graph, vanished.timeline
+    host = graph.host
+    if host is None:
+        return []
+    least = LEAST_SHARE * (graph.end_ns - graph.begin_ns)
+    stretch_name = _names(host, timeline.owner)
+    work_name = _names(host, vanished.work_owner)
+    wait_name = _names(host, vanished.wait_owner)
+    owner = np.where(
+        path.work >= 0, vanished.work_owner[np.maximum(path.work, 0)] if len(graph) else -1, path.owner
+    )
+    on_host = (path.owner >= 0) | (path.category == _PYTHON_CATEGORY)
+    returning = (path.category == _SYNCHRONIZATION) & (owner >= 0)
+    owner[returning] = owners_of(host, owner[returning])
+    keys = _names(host, owner)
+    counted = on_host | (keys >= 0)
+    drafts = []
+    lengths = timeline.lengths()
+    inside = (host["start_ns"] < graph.host_end_ns) & (host["end_ns"] > graph.begin_ns) & (host["name"] >= 0)
+    calls = np.bincount(host["name"][inside], minlength=len(host.strings))
+    for key, on_path in _largest(keys[counted], path.lengths()[counted], least, 2 * MOST_ENTRIES):
+        stretches = np.flatnonzero(stretch_name == key)
+        work = work_name == key if key >= 0 else np.zeros(len(graph), dtype=bool)
+        waits = wait_name == key if key >= 0 else np.zeros(len(graph.waits), dtype=bool)
+        if key >= 0 and not len(stretches) and not work.any():
+            continue
+        total = int(lengths[stretches].sum()) + int(vanished.duration[work].sum())
+        kind, name = _kind_and_name(host, timeline.owner[stretches], vanished.work_owner[work], key)
+        # Of time outside every span there is no count.
+        count = int(calls[key]) if key >= 0 else 0
+        drafts.append(_Draft(kind, name, count, on_path, total, vanished.host(stretches, work, waits)))
+    return drafts
+
+
+def _names(host: Any, rows: Array) -> Array:
+    if not len(rows):
+        return np.asarray(rows, dtype=np.int64)
+    return np.where(rows >= 0, host["name"][np.maximum(rows, 0)], -1).astype(np.int64)
+
+
+def _kind_and_name(host: Any, rows: Array, others: Array, key: int) -> tuple[str, str]:
+    if key < 0:
+        return "python", "(outside every recorded span)"
+    row = int(rows[0]) if len(rows) else int(others[0])
+    kind = HOST_KINDS[int(host["kind"][row])]
+    return ("operator" if kind == "sync" else kind), host.strings.text(key) or "unnamed"
+
+
+def _of_blocking(vanished: Vanished, path: Expanded) -> list[_Draft]:
+    """Blocking calls that had to wait, by operator and call."""
+    graph = vanished.graph
+    host, waits = graph.host, graph.waits
+    if host is None or not len(waits):
+        return []
+    ended = graph.end[np.maximum(waits.work, 0)] if len(graph) else waits.end
+    blocked = (waits.work >= 0) & (ended > waits.start) & (waits.row >= 0)
+    if not blocked.any():
+        return []
+    call = _names(host, waits.row)
+    owner = _names(host, vanished.wait_owner)
+    pairs, keys = np.unique((owner + 1) * (1 << 32) + call, return_inverse=True)
+    keys = np.where(blocked, keys.reshape(-1), -1)
+    drafts = []
+    length = waits.end - waits.start
+    for key, total in _largest(keys[blocked], length[blocked], 0.0, MOST_BLOCKING):
+        mask = keys == key
+        row = int(waits.row[mask][int(length[mask].argmax())])
+        pair = int(pairs[key])
+        name, called = host.strings.text(pair // (1 << 32) - 1), host.strings.text(pair % (1 << 32)) or ""
+        label = called if name in (None, called) else f"{name} ({called})"
+        on_path = int(
+            path.lengths()[(path.category == _SYNCHRONIZATION) & np.isin(path.owner, waits.row[mask])].sum()
+        )
+        drafts.append(
+            _Draft(
+                "blocking",
+                label,
+                int(mask.sum()),
+                on_path,
+                total,
+                vanished.blocking(mask),
+                where_of(host, row),
+            )
+        )
+    return drafts
+
+
+def where_of(host: Any, row: int) -> str | None:
+    """The call stack of a span, else the nearest frame of the user's own or annotation around it."""
+    parent, found = row, None
+    while parent >= 0:
+        stack = host.strings.text(int(host["stack"][parent]))
+        if stack:
+            return stack
+        kind = int(host["kind"][parent])
+        name = host.strings.text(int(host["name"][parent])) or ""
+        if (
+            kind == _PYTHON
+            and not name.startswith(("<built-in", "torch/", "nn.Module"))
+            and "/torch/" not in name
+        ):
+            return name
+        if kind == _ANNOTATION and found is None and not name.startswith("ProfilerStep#"):
+            found = name
+        parent = int(host["parent"][parent])
+    return found

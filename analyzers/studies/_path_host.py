@@ -1,0 +1,168 @@
+"""What the host did at every instant: a merged timeline of its threads, by innermost span.
+
+Threads of one process that launch device work take turns (the interpreter's lock, the backward pass that
+the forward thread waits for), so the host is one timeline: at each instant, of the spans that are open on
+any thread, the operator that began last, else the Python frame or annotation that began last.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trine.analyzers.breakdown import COLLECTIVE_OPERATOR
+from trine.record.model import HOST_KINDS, Table
+
+__all__ = ["Changes", "Timeline", "collective_names", "owners_of", "threads_of", "timeline_of"]
+
+Array = npt.NDArray[Any]
+
+_OPERATOR, _RUNTIME, _ANNOTATION, _PYTHON, _LOADER, _SYNC, _COLLECTOR = range(len(HOST_KINDS))
+
+#: Threads that are merged, those with most spans first; further ones rarely hold more than a worker's mark.
+MOST_THREADS = 6
+
+_AT_WORK = np.isin(np.arange(len(HOST_KINDS)), (_OPERATOR, _RUNTIME, _SYNC, _LOADER))
+
+#: A step's own mark covers the whole step and explains nothing in it.
+_STEP_MARK = re.compile(r"ProfilerStep#\d+$")
+
+
+class Changes(NamedTuple):
+    """Instants (ns) at which a thread's innermost span changes, and to which row of the host table (-1 none)."""
+
+    time: Array
+    row: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """Stretches of the host: ``start_ns`` ascending, each until the next one's start, the last until ``end_ns``.
+
+    ``owner`` is the row of the host table to which a stretch counts, -1 where no span is open: the
+    innermost span, or for a runtime call the operator that made it.
+    """
+
+    start_ns: Array
+    owner: Array
+    end_ns: int
+
+    def lengths(self) -> Array:
+        """Length of each stretch, ns."""
+        return np.diff(self.start_ns, append=self.end_ns)
+
+    def within(self, start: int, end: int) -> tuple[Array, Array, Array]:
+        """Starts, ends and owners of the stretches cut to ``[start, end)``."""
+        empty = np.empty(0, dtype=np.int64)
+        if end <= start or not len(self.start_ns):
+            return empty, empty, empty
+        first = max(int(np.searchsorted(self.start_ns, start, side="right")) - 1, 0)
+        last = int(np.searchsorted(self.start_ns, end, side="left"))
+        if last <= first:
+            return np.array([start]), np.array([end]), np.array([-1])
+        starts, owner = self.start_ns[first:last].copy(), self.owner[first:last]
+        ends = np.append(starts[1:], end)
+        starts[0] = start
+        return starts, ends, owner
+
+
+def threads_of(host: Table | None, start: int, end: int) -> list[Changes]:
+    """The innermost span of each thread that works in ``[start, end)``, in ns; most spans first."""
+    if host is None or end <= start or not len(host):
+        return []
+    rows = np.flatnonzero(
+        (host["end_ns"] > start) & (host["start_ns"] < end) & (host["end_ns"] > host["start_ns"])
+    )
+    thread = host["thread"][rows]
+    at_work = thread[host["kind"][rows] != _ANNOTATION]
+    threads = np.unique(at_work)
+    if len(threads) > 1:
+        count = np.bincount(np.searchsorted(threads, at_work))
+        threads = threads[np.argsort(-count, kind="stable")][:MOST_THREADS]
+    return [_of_thread(host, rows[thread == one]) for one in threads]
+
+
+def timeline_of(host: Table | None, parts: list[Changes], start: int, end: int) -> Timeline:
+    """One timeline of ``threads_of`` over ``[start, end)``, in ns."""
+    if host is None or not parts or end <= start:
+        return Timeline(np.array([start]), np.array([-1]), end)
+    times, label = parts[0] if len(parts) == 1 else _latest_begun(host, parts)
+    times = np.clip(times, start, end)
+    if times[0] > start:
+        times, label = np.append(start, times), np.append(-1, label)
+    # Of several changes at one instant the last counts.
+    keep = np.append(times[1:] > times[:-1], times[-1] < end)
+    times, label = times[keep], label[keep]
+    return Timeline(times, owners_of(host, label), end)
+
+
+def _of_thread(host: Table, rows: Array) -> Changes:
+    start, end = host["start_ns"][rows], host["end_ns"][rows]
+    if (np.diff(start) <= 0).any():
+        order = np.lexsort((-end, start))
+        rows, start, end = rows[order], start[order], end[order]
+    # Ends before starts at one instant, inner ends before outer ones, outer starts before inner ones: the
+    # stable sort keeps this order, and the last at an instant counts.
+    times = np.concatenate((end[::-1], start))
+    label = np.concatenate((host["parent"][rows[::-1]], rows))
+    order = np.argsort(times, kind="stable")
+    times, label = times[order], label[order]
+    last = np.append(times[1:] > times[:-1], True)
+    return Changes(times[last], label[last])
+
+
+def _latest_begun(host: Table, parts: list[Changes]) -> Changes:
+    """Several threads as one: of the open spans the one that began last."""
+    times = np.concatenate([part.time for part in parts])
+    source = np.repeat(np.arange(len(parts)), [len(part.time) for part in parts])
+    order = np.argsort(times, kind="stable")
+    times, source = times[order], source[order]
+    label = np.full(len(times), -1, dtype=np.int64)
+    weight = np.full(len(times), -np.inf)
+    origin = int(host["start_ns"].min())
+    exchanges = collective_names(host)
+    for number, (_, rows) in enumerate(parts):
+        known = np.maximum(rows, 0)
+        works = _AT_WORK[host["kind"][known]]
+        if len(exchanges):
+            works &= ~np.isin(host["name"][known], exchanges)
+        # Operators come before Python frames and before what merely waits for an exchange.
+        mine = np.where(rows >= 0, host["start_ns"][known] - origin + np.where(works, 2.0**52, 0.0), -np.inf)
+        place = np.cumsum(source == number) - 1
+        begun = np.maximum(place, 0)
+        mine = np.where(place >= 0, mine[begun], -np.inf)
+        later = mine > weight
+        label[later], weight[later] = rows[begun[later]], mine[later]
+    return Changes(times, label)
+
+
+def owners_of(host: Table, rows: Array) -> Array:
+    """To whom each row counts: a runtime call's operator, itself for everything else, -1 for a step's mark."""
+    owner = np.asarray(rows, dtype=np.int64).copy()
+    for _ in range(2):  # a driver call inside a runtime call
+        call = (owner >= 0) & np.isin(host["kind"][np.maximum(owner, 0)], (_RUNTIME, _SYNC))
+        parent = np.where(call, host["parent"][np.maximum(owner, 0)], -1)
+        # A call straight from Python is named itself: the frame around it has its own time.
+        under = (parent >= 0) & np.isin(host["kind"][np.maximum(parent, 0)], (_OPERATOR, _RUNTIME, _SYNC))
+        owner = np.where(under, parent, owner)
+    marks = [
+        code
+        for code, text in enumerate(host.strings.values)
+        if text[:12] == "ProfilerStep" and _STEP_MARK.match(text)
+    ]
+    if marks:
+        is_mark = np.isin(host["name"][np.maximum(owner, 0)], marks) & (owner >= 0)
+        owner[is_mark] = -1
+    return owner
+
+
+def collective_names(host: Table) -> Array:
+    """Codes of the names of operators that issue a collective or wait for one."""
+    return np.array(
+        [code for code, text in enumerate(host.strings.values) if COLLECTIVE_OPERATOR.match(text)],
+        dtype=np.int64,
+    )

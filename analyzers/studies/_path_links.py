@@ -1,0 +1,119 @@
+"""A rank's path cut at its collectives: what all ranks together need to walk across ranks.
+
+For each collective of the rank: which collective came before it on the path to its start, and what lay
+between. So the path of the job can enter a rank at any collective and follow it back to the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trine.record.model import MISSING, Rank, Table
+
+from ._path_entries import Expanded, expand
+from ._path_graph import Graph
+from ._path_host import Timeline
+from ._path_walk import CATEGORIES, Walker
+
+__all__ = ["Links", "links_of"]
+
+Array = npt.NDArray[Any]
+
+#: Collectives of a rank that are linked: the last of the window. A part stays below a hundred kilobytes.
+MOST_LINKS = 1_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Links:
+    """``row`` are rows of the rank's summary table of collectives, ascending by time. ``previous`` is the
+    position of the one before on the path to its start, -1 where that is the window's begin;
+    ``between`` (links, categories) is what lies between, in ns; ``on_path`` is how much of its own
+    duration lies on the rank's own path. The ``last`` entry of each is for the window's end."""
+
+    row: Array
+    previous: Array
+    between: Array
+    on_path: Array
+    begin_ns: int
+    end_ns: int
+
+
+def links_of(
+    rank: Rank, graph: Graph, walker: Walker, timeline: Timeline, path: Expanded, kept: Table | None
+) -> Links | None:
+    """The links of a rank; None where it has no collective with times."""
+    work, row = _collectives(rank, graph, kept)
+    if not len(work):
+        return None
+    order = np.argsort(graph.end[work], kind="stable")[-MOST_LINKS:]
+    work, row = work[order], row[order]
+    place = np.full(len(graph), -1)
+    place[work] = np.arange(len(work))
+    previous, between = [], []
+    for one in [*work.tolist(), -1]:
+        sums = np.zeros(len(CATEGORIES), dtype=np.int64)
+        target = -1
+        while True:
+            pieces = walker.from_end() if one < 0 else walker.before(one)
+            found = expand(walker, pieces, timeline)
+            np.add.at(sums, found.category, found.lengths())
+            stopped = pieces.stopped_at
+            if stopped < 0 or place[stopped] >= 0:
+                target = -1 if stopped < 0 else int(place[stopped])
+                break
+            # Communication that is no collective of the table: part of what lies between.
+            sums[CATEGORIES.index("communication")] += int(graph.end[stopped] - graph.start[stopped])
+            one = stopped
+        previous.append(target)
+        between.append(sums)
+    on_path = np.zeros(len(work), dtype=np.int64)
+    own = np.flatnonzero((path.work >= 0) & (place[np.maximum(path.work, 0)] >= 0)) if len(graph) else []
+    np.add.at(on_path, place[path.work[own]], path.lengths()[own])
+    return Links(
+        row.astype(np.int32), np.array(previous, dtype=np.int32), np.array(between), on_path,
+        graph.begin_ns, graph.end_ns,
+    )  # fmt: skip
+
+
+def _collectives(rank: Rank, graph: Graph, kept: Table | None) -> tuple[Array, Array]:
+    """Work that is a collective of the summary's table, and its row there."""
+    none = np.empty(0, dtype=np.int64)
+    table = rank.collectives
+    if table is None or kept is None or not len(kept) or not len(graph):
+        return none, none
+    if graph.on_device:
+        rows = np.flatnonzero(table["device_row"] >= 0)
+        source = table["device_row"][rows]
+    else:
+        rows = source = np.arange(len(table))
+    order = np.argsort(graph.source, kind="stable")
+    place = np.minimum(np.searchsorted(graph.source[order], source), len(order) - 1)
+    hit = graph.source[order[place]] == source
+    work, rows = order[place[hit]], rows[hit]
+    # The summary's table may number them otherwise: the same call has the same times.
+    known = np.flatnonzero(kept["start_ns"] != MISSING)
+    known = known[np.lexsort((kept["end_ns"][known], kept["start_ns"][known]))]
+    start, end = table["start_ns"][rows], table["end_ns"][rows]
+    at = np.searchsorted(kept["start_ns"][known], start, side="left")
+    at = np.minimum(at, max(len(known) - 1, 0))
+    if not len(known):
+        return none, none
+    same = (kept["start_ns"][known[at]] == start) & (kept["end_ns"][known[at]] == end)
+    if not same.any():
+        return _by_overlap(kept, known, work, start, end)
+    return work[same], known[at[same]]
+
+
+def _by_overlap(kept: Table, known: Array, work: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    """A deep window and the record's own table time the same call by different clocks' reads: the call
+    whose span covers the middle of the other's."""
+    middle = start + (end - start) // 2
+    at = np.searchsorted(kept["start_ns"][known], middle, side="right") - 1
+    row = known[np.maximum(at, 0)]
+    hit = (at >= 0) & (kept["end_ns"][row] >= middle)
+    _, first = np.unique(row[hit], return_index=True)
+    return work[hit][first], row[hit][first]
