@@ -68,6 +68,7 @@ class Columns:
         self.collectives: list[tuple[str, int, CollectiveArguments]] = []
         self.unknown: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
+        self.categories: set[str] = set()  # as written
         self.labels: dict[str, set[str]] = {}  # process → what "process_name" and "process_labels" call it
         self.named: Counter[str] = (
             Counter()
@@ -80,6 +81,7 @@ class Columns:
         self.negative_durations = 0
         self.untimed = 0
         self.unclosed = 0
+        self.beyond_64_bit: list[int] = []
         self._section: Array = np.empty(0, np.int32)  # of the events in hand
         self._device_rows = 0
         self._host_rows = 0
@@ -103,6 +105,7 @@ class Columns:
         self.events += found.count
         self.unknown.update({label: len(events) for label, events in found.unknown.items()})
         self.ignored.update({label: len(events) for label, events in found.ignored.items()})
+        self.categories.update(found.categories)
         self._read_labels(found.labels)
         for action, events in sorted(found.groups.items()):
             spans = self._spans(*(times[action] or _exact_times(events)))
@@ -144,6 +147,9 @@ class Columns:
                 found.groups.setdefault(action if known else ANNOTATION, []).append(begin)
 
     # --- one kind of event each ----------------------------------------------------------------
+
+    def _whole(self, values: Sequence[Any]) -> Array:
+        return whole(values, self.beyond_64_bit)
 
     def _spans(self, start: Array, duration: Array) -> tuple[Array, Array, Array]:
         """Starts, ends, and a mask of the rows that have a time at all."""
@@ -196,15 +202,15 @@ class Columns:
             "start_ns": seen,
             "end_ns": seen + (end - start),
             "kind": kinds,
-            "device": whole(
+            "device": self._whole(
                 [e.pid if a.device is None else a.device for e, a in zip(events, args, strict=True)]
             ),
-            "stream": whole(
+            "stream": self._whole(
                 [_stream(e) if a.stream is None else a.stream for e, a in zip(events, args, strict=True)]
             ),
             "name": names,
-            "bytes": whole([a.bytes for a in args]),
-            "correlation": whole([a.correlation for a in args]),
+            "bytes": self._whole([a.bytes for a in args]),
+            "correlation": self._whole([a.correlation for a in args]),
             **self._launch_shapes(args),
             **self._origin(events),
         }
@@ -231,7 +237,7 @@ class Columns:
     def _launch_shapes(self, args: list[DeviceArguments]) -> dict[str, Array]:
         """Grids, blocks, graph nodes and occupancies of device work."""
         product = self._products
-        graph, node = whole([a.graph for a in args]), whole([a.graph_node for a in args])
+        graph, node = self._whole([a.graph for a in args]), self._whole([a.graph_node for a in args])
         # Kineto writes node 0 of graph 0 for work that is in no graph.
         in_graph = (node != MISSING) & ((graph > 0) | ((graph == MISSING) & (node != 0)))
         return {
@@ -254,7 +260,7 @@ class Columns:
         if kind == PYTHON:
             return columns
         if kind == RUNTIME:
-            columns["correlation"] = whole([a.correlation for a in arguments(events, CallArguments)])
+            columns["correlation"] = self._whole([a.correlation for a in arguments(events, CallArguments)])
             return columns
         args = arguments(events, HostArguments)
         text = self._texts
@@ -265,9 +271,9 @@ class Columns:
             "types": [text[bytes(a.types)] if a.types else -1 for a in args],
         }
         columns |= {name: np.array(codes, dtype=np.int32) for name, codes in texts.items()}
-        columns["sequence"] = whole([a.sequence for a in args])
+        columns["sequence"] = self._whole([a.sequence for a in args])
         # A forward operator has 0 here: no other thread ran its forward.
-        forward = whole([a.forward_thread for a in args])
+        forward = self._whole([a.forward_thread for a in args])
         columns["forward_thread"] = np.where(forward == 0, MISSING, forward)
         columns["flops"] = numbers([a.flops for a in args])
         return columns
@@ -280,14 +286,14 @@ class Columns:
             "kind": np.array([self.strings.code(kind) for kind in kinds], dtype=np.int32),
             "start_ns": start,
             "end_ns": end,
-            "device": whole(
+            "device": self._whole(
                 [e.pid if a.device is None else a.device for e, a in zip(events, args, strict=True)]
             ),
-            "stream": whole([a.stream for a in args]),
-            "event": whole([a.recorded_event if a.event is None else a.event for a in args]),
-            "source_stream": whole([a.source_stream for a in args]),
-            "source_correlation": whole([a.source_correlation for a in args]),
-            "correlation": whole([a.correlation for a in args]),
+            "stream": self._whole([a.stream for a in args]),
+            "event": self._whole([a.recorded_event if a.event is None else a.event for a in args]),
+            "source_stream": self._whole([a.source_stream for a in args]),
+            "source_correlation": self._whole([a.source_correlation for a in args]),
+            "correlation": self._whole([a.correlation for a in args]),
             **self._origin(events),
         }
         self.syncs.append(_kept(columns, known))
@@ -299,6 +305,9 @@ class Columns:
         positions = np.flatnonzero(marked).tolist()
         rows = (before + np.cumsum(known) - known)[marked].tolist()
         args = arguments([events[position] for position in positions], CollectiveArguments)
+        self.beyond_64_bit += [
+            a.communicator for a in args if type(a.communicator) is int and a.communicator >= 2**63
+        ]
         self.collectives += zip([side] * len(rows), rows, args, strict=True)
 
     def _add_memory(self, events: list[Event], start: Array, end: Array, known: Array) -> None:
@@ -306,11 +315,11 @@ class Columns:
         on_host = np.array([a.device_type in (0, "0") for a in args])
         columns = {
             "time_ns": start,
-            "address": whole([a.address for a in args]),
-            "bytes": whole([a.bytes for a in args]),
-            "device": np.where(on_host, -1, whole([a.device for a in args])),
-            "allocated_bytes": whole([a.allocated for a in args]),
-            "reserved_bytes": whole([a.reserved for a in args]),
+            "address": self._whole([a.address for a in args]),
+            "bytes": self._whole([a.bytes for a in args]),
+            "device": np.where(on_host, -1, self._whole([a.device for a in args])),
+            "allocated_bytes": self._whole([a.allocated for a in args]),
+            "reserved_bytes": self._whole([a.reserved for a in args]),
             **self._origin(events),
         }
         self.memory.append(_kept(columns, known))

@@ -163,6 +163,7 @@ class CollectiveArguments(
         "sequence": "Seq",
         "source_rank": "Src Rank",
         "destination_rank": "Dst Rank",
+        "communicator": "Comms Id",
     },
 ):
     """``args`` of communication kernels, ``record_param_comms`` and annotations, decoded for those few alone."""
@@ -183,6 +184,7 @@ class CollectiveArguments(
     sequence: Any = None
     source_rank: Any = None
     destination_rank: Any = None
+    communicator: Any = None
 
 
 _Arguments = TypeVar(

@@ -45,6 +45,9 @@ class Part:
 
     process: str
     rows: dict[str, Array] = field(default_factory=dict)
+    strays: list[str] = field(
+        default_factory=list
+    )  # other process ids under which some of its host spans stand
     unclear: int = 0  # device rows that may be its or another's, and were given to none
 
 
@@ -62,6 +65,7 @@ def parts_of(
     if host is None:
         return whole
     pids, pid_of_host = _host_processes(host, owner)
+    whole[0].process, *whole[0].strays = _by_work(host, pid_of_host, pids)
     in_turn = several and _overlap(host)
     if not in_turn and len(pids) == 1:
         return whole
@@ -112,6 +116,12 @@ def _host_processes(host: Columns, owner: Callable[[int], str]) -> tuple[list[st
     pids = list(dict.fromkeys(owners))
     positions = np.array([pids.index(process) for process in owners], dtype=np.int32)
     return pids, positions[inverse]
+
+
+def _by_work(host: Columns, pid: Array, pids: list[str]) -> list[str]:
+    """Process ids, those with the most work first."""
+    work = np.bincount(pid[np.isin(host["kind"], _WORKING)], minlength=len(pids))
+    return [pids[position] for position in np.argsort(-work, kind="stable").tolist()]
 
 
 def _recoded(columns: Columns, processes: list[str], pids: list[str]) -> Array:

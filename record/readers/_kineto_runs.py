@@ -142,6 +142,9 @@ def _ranks(found: list[FoundTrace], notes: list[Quality]) -> dict[int, FoundTrac
         only = found[0]
         # Of one file alone a number in its name may be anything; only "rank3" is a rank.
         named = rank_of_name(only.name, certain=True)
+        if only.rank is None and named is None:
+            text = f"{only.name} does not state its rank (distributedInfo.rank); it is read as rank 0"
+            notes.append(Quality("rank-unknown", "info", text))
         return {next((rank for rank in (only.rank, named) if rank is not None), 0): only}
     stated: dict[int, list[FoundTrace]] = defaultdict(list)
     silent = []

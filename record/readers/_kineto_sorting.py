@@ -27,6 +27,7 @@ class SortedEvents:
     __slots__ = (
         "_ends",
         "_memory_ends",
+        "categories",
         "closed",
         "count",
         "groups",
@@ -66,6 +67,7 @@ class SortedEvents:
                     end(event)
             else:
                 others.append(event)
+        self.categories = {category for category in routes if isinstance(category, str)}
         speaking = [event for event in others if event.ph not in SILENT]
         self.marks = [event for event in speaking if event.ph in ("B", "E")]
         memory = [event for event in speaking if _is_memory(event)]

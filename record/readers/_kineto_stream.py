@@ -123,7 +123,7 @@ class TraceStream:
         self.where = where
         self._source = source
         self._buffer = b""
-        self._is_list = False
+        self.is_list = False  # a bare list of events, with nothing said around it
         self._next_try = CHUNK_BYTES // 2
         self.exact = False  # set it where doubles have not been enough
 
@@ -149,7 +149,7 @@ class TraceStream:
             if searched == 0 and not (self._buffer.strip()):
                 continue
             if _LIST.match(self._buffer):
-                self._is_list = True
+                self.is_list = True
                 self._buffer = self._buffer[_LIST.match(self._buffer).end() :]  # type: ignore[union-attr]
                 return
             match = _EVENTS_KEY.search(self._buffer, max(0, searched - 64))
@@ -242,7 +242,7 @@ class TraceStream:
 
     def _finish(self) -> Sequence[Event]:
         rest, self._buffer = self._buffer, b""
-        if self._is_list:
+        if self.is_list:
             with contextlib.suppress(*DECODE_ERRORS):
                 return decode_events(b"[" + rest)
         else:

@@ -192,9 +192,13 @@ def launches(device: Table, host: Table) -> Launches:
     several = several[np.argsort(low[several], kind="stable")]
     unclear = shared = 0
     launching = names_that(is_launch, host.strings) if len(several) else np.empty(0, bool)
+    # A device's clock may run behind the host's: some work then seems to begin before its call.
+    single = usable & (high - low == 1)
+    lag = device["start_ns"][single] - host["start_ns"][found[single]]
+    begun = device["start_ns"] - (min(0, int(np.percentile(lag, 1))) if len(lag) else 0)
     for rows in np.split(several, np.flatnonzero(np.diff(low[several])) + 1) if len(several) else ():
         candidates = _separate(order[low[rows[0]] : high[rows[0]]], host, launching)
-        chosen = np.searchsorted(host["start_ns"][candidates], device["start_ns"][rows], side="right") - 1
+        chosen = np.searchsorted(host["start_ns"][candidates], begun[rows], side="right") - 1
         idle = np.setdiff1d(np.arange(len(candidates)), chosen)
         doubtful = (chosen > idle[0]) if len(idle) else np.zeros(len(rows), bool)
         found[rows] = np.where(doubtful, -1, candidates[np.maximum(chosen, 0)])

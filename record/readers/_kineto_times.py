@@ -137,8 +137,8 @@ def as_doubles_say(times: Integers) -> Integers:
     return np.where(times == MISSING, MISSING, np.rint(microseconds * 1000.0).astype(np.int64))
 
 
-def whole(values: Sequence[Any]) -> Integers:
-    """Integers of decoded JSON values; MISSING where there is none that fits 64 bits."""
+def whole(values: Sequence[Any], beyond: list[int] | None = None) -> Integers:
+    """Integers of decoded JSON values; MISSING where there is none that fits 64 bits. ``beyond`` collects those that do not."""
     filled = [MISSING if value is None else value for value in values]
     try:
         column = np.array(filled)
@@ -146,6 +146,8 @@ def whole(values: Sequence[Any]) -> Integers:
             return column
     except (TypeError, ValueError, OverflowError):  # nested lists, integers beyond 64 bits
         pass
+    if beyond is not None:
+        beyond += [value for value in filled if type(value) is int and not -(2**63) <= value < 2**63]
     return np.array([_whole(value) for value in filled], dtype=np.int64)
 
 

@@ -44,6 +44,7 @@ class Trace:
     distributed: dict[str, Any]
     tables: dict[str, dict[str, Any] | None]
     parts: list[Part]
+    bare_list: bool
 
     def devices(self, part: Part) -> set[int]:
         """The devices that a process' work ran on."""
@@ -73,7 +74,7 @@ def parse(file: IO[bytes], where: str) -> Trace:
     }
     several = columns.closed > 1 or max(columns.named.values(), default=0) > 1
     parts = parts_of(tables, several, columns.processes.names, columns.threads.process)
-    return Trace(where, columns, findings, facts, distributed, tables, parts)
+    return Trace(where, columns, findings, facts, distributed, tables, parts, stream.is_list)
 
 
 def rank_of(trace: Trace, number: int, rank: int | None) -> Rank:
@@ -93,8 +94,26 @@ def rank_of(trace: Trace, number: int, rank: int | None) -> Rank:
     base = _integer(facts.baseTimeNanoseconds)
     tables, marked = _own(trace, trace.parts[number])
     _fill(result, tables, marked, base if base is not None and abs(base) < 2**62 else 0, distributed)
-    say_what_was_odd(result, trace.columns, trace.findings, said if len(trace.parts) == 1 else None)
+    single = len(trace.parts) == 1
+    say_what_was_odd(result, trace.columns, trace.findings, said if single else None, trace.bare_list)
+    _say_what_is_shared(result, trace.parts[number])
     return result
+
+
+def _say_what_is_shared(result: Rank, part: Part) -> None:
+    if part.strays:
+        some = ", ".join(part.strays[:5])
+        result.note(
+            "several-process-ids",
+            "info",
+            f"some host spans stand under other process ids ({some}) than its operators and calls; they count as its own",
+        )
+    if part.unclear:
+        result.note(
+            "unclear-owner",
+            "warning",
+            f"{part.unclear:,} device events of the file may be this process' or another's and are left out of both",
+        )
 
 
 def _own(trace: Trace, part: Part) -> tuple[dict[str, dict[str, Any] | None], list[Any]]:
