@@ -12,7 +12,16 @@ from trine.dashboard import routes, units, urls
 from trine.dashboard.background import Outcome
 from trine.dashboard.catalogue import Run
 from trine.dashboard.components import provider
-from trine.dashboard.pages import communication, live, memory, overview, recommendations, runs, timeline
+from trine.dashboard.pages import (
+    communication,
+    explain,
+    live,
+    memory,
+    overview,
+    recommendations,
+    runs,
+    timeline,
+)
 from trine.dashboard.pages.frame import controls, frame, state_line
 from trine.dashboard.parts import notice
 from trine.dashboard.service import Service
@@ -28,6 +37,7 @@ logger = logging.getLogger("trine")
 
 _PAGES = {
     "overview": overview.body,
+    "explain": explain.body,
     "timeline": timeline.body,
     "communication": communication.body,
     "memory": memory.body,

@@ -1,4 +1,4 @@
-"""The look: four colours for the three sides and idle, one for faults, in light and dark.
+"""The look: four colours for the three sides and idle, one for faults, two more for schedules, in light and dark.
 
 The colours are Okabe and Ito's, which people with colour-blind eyes tell apart. CSS has the same
 values as variables (``assets/look.css``); a test keeps the two equal.
@@ -25,6 +25,8 @@ PALETTES: Mapping[Theme, Mapping[str, str]] = {
         "memory": "#009E73",
         "idle": "#9AA0A6",
         "fault": "#D55E00",
+        "backward": "#CC79A7",
+        "weight": "#D6C400",
         "text": "#1B1F24",
         "quiet": "#59626C",
         "line": "#E3E6EA",
@@ -37,6 +39,8 @@ PALETTES: Mapping[Theme, Mapping[str, str]] = {
         "memory": "#4FC3A1",
         "idle": "#6B7075",
         "fault": "#FF7F50",
+        "backward": "#E3A6C9",
+        "weight": "#F0E442",
         "text": "#E8EAED",
         "quiet": "#A3ABB3",
         "line": "#30363C",

@@ -19,6 +19,7 @@ __all__ = ["PAGES", "State", "parse"]
 PAGES = {
     "runs": "Runs",
     "overview": "Overview",
+    "explain": "Explain",
     "timeline": "Timeline",
     "communication": "Communication",
     "memory": "Memory",

@@ -12,8 +12,8 @@ from html import escape
 from trine.analyzers.units import duration
 
 from ._cells import axis_words, printer
-from ._lanes import extent, without_slivers
 from .document import Areas, Bars, Heat, Lanes, Series
+from .lanes import extent, without_slivers
 
 __all__ = ["areas", "bars", "glyph", "heat", "lanes", "series"]
 

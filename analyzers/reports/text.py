@@ -20,7 +20,6 @@ from trine.analyzers.results import Analysis
 from trine.analyzers.units import duration
 
 from ._cells import axis_words, printer
-from ._lanes import extent, letters, row_of_cells
 from .content import compose
 from .document import (
     Areas,
@@ -38,6 +37,7 @@ from .document import (
     Table,
     shorten,
 )
+from .lanes import extent, letters, row_of_cells
 from .wording import words
 
 __all__ = ["WIDTH", "render", "render_document"]

@@ -14,7 +14,7 @@ from dashboard_samples import Recorder
 
 pytestmark = pytest.mark.browser
 
-TITLES = ("Overview", "Timeline", "Communication", "Memory", "Recommendations")
+TITLES = ("Overview", "Explain", "Timeline", "Communication", "Memory", "Recommendations")
 
 
 def settle(page: Any) -> None:

@@ -32,12 +32,12 @@ from trine.dashboard import figures, memory_figures
 from trine.dashboard.background import Outcome
 from trine.dashboard.catalogue import Run
 from trine.dashboard.pages import communication as communication_page
-from trine.dashboard.pages import memory, overview, recommendations, runs, timeline
+from trine.dashboard.pages import explain, memory, overview, recommendations, runs, timeline
 from trine.dashboard.urls import State
 from trine.dashboard.view import View
 from trine.record.model import Quality
 
-PAGES = (overview, timeline, communication_page, memory, recommendations)
+PAGES = (overview, explain, timeline, communication_page, memory, recommendations)
 RUN = Run("runs/a", Path("runs/a"), "record", 3, 1000, 1_700_000_000.0, "f")
 EVIL = '<img src=x onerror="alert(1)">'
 
