@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trine.record.model import MISSING, Rank, Table
+from trine.record.model import Rank, Table
 
+from .allocations import Ledger, ledger, within
 from .results import MemorySummary
 
-__all__ = ["summarize_memory"]
+__all__ = ["snapshot_facts", "summarize_memory"]
 
 Array = npt.NDArray[Any]
 
@@ -65,63 +66,43 @@ def summarize_memory(
 
 
 def _from_events(rank: Rank, table: Table, start_ns: int | None, end_ns: int | None) -> MemorySummary | None:
-    on_device = table["device"] >= 0
-    kind = "device" if on_device.any() else "host"
-    device = _busiest_device(table["device"][on_device]) if kind == "device" else -1
-    mine = table["device"] == device if kind == "device" else ~on_device
-    table = table.select(mine)
-    table = table.select(np.argsort(table["time_ns"], kind="stable"))
-    allocated, lower_bound = _allocated(table)
-    inside = _inside(table["time_ns"], start_ns, end_ns)
-    if not inside.any():
+    found = ledger(rank, table, start_ns, end_ns)
+    if found is None:
         return None
-    peak_row = int(np.flatnonzero(inside)[allocated[inside].argmax()])
-    reserved = table["reserved_bytes"]
-    has_reserved = kind == "device" and bool((reserved[inside] != MISSING).all())
+    peak_row = found.peak
+    peak = int(found.allocated[peak_row])
+    on_device = found.device >= 0
+    about = snapshot_facts(rank, found.device)
+    drawn = np.flatnonzero(found.inside & found.begun)
+    reserved = found.reserved
     return MemorySummary(
-        peak_bytes=int(allocated[peak_row]),
-        reserved_peak_bytes=int(reserved[inside].max()) if has_reserved else None,
-        capacity_bytes=_capacity(rank, device) if kind == "device" else None,
-        at_peak=_at_peak(
-            rank, table, peak_row, int(allocated[peak_row]), int(reserved[peak_row]) if has_reserved else None
-        ),
-        lower_bound=lower_bound,
-        retries=None,
-        kind="device" if kind == "device" else "host",
+        peak_bytes=peak,
+        reserved_peak_bytes=found.reserved_peak_bytes,
+        capacity_bytes=_capacity(rank, found.device) if on_device else None,
+        at_peak=_at_peak(rank, found, peak_row, peak, None if reserved is None else int(reserved[peak_row])),
+        lower_bound=found.lower_bound,
+        retries=about.get("retries"),
+        kind="device" if on_device else "host",
         series=_thinned(
-            table["time_ns"][inside], allocated[inside], reserved[inside] if has_reserved else None
+            found.time_ns[drawn], found.allocated[drawn], None if reserved is None else reserved[drawn]
         ),
     )
 
 
-def _busiest_device(devices: Array) -> int:
-    found, counts = np.unique(devices, return_counts=True)
-    return int(found[counts.argmax()])
+def snapshot_facts(rank: Rank, device: int) -> Mapping[str, Any]:
+    """What a memory snapshot says of a device beside its tables; empty for other sources."""
+    devices = (rank.metadata.get("memory_snapshot") or {}).get("devices") or {}
+    return devices.get(device) or {}
 
 
-def _allocated(table: Table) -> tuple[Array, bool]:
-    """Bytes alive after each event, and whether that is a lower bound.
-
-    Where the source gives no totals they are summed from the events; what was alive before the
-    first event is then unknown, but at least what is released later without an allocation.
-    """
-    total = table["allocated_bytes"]
-    if (total != MISSING).all():
-        return total, False
-    running = np.cumsum(table["bytes"])
-    return running - min(0, int(running.min())), True
-
-
-def _at_peak(rank: Rank, table: Table, peak_row: int, peak: int, reserved: int | None) -> dict[str, int]:
+def _at_peak(rank: Rank, found: Ledger, peak_row: int, peak: int, reserved: int | None) -> dict[str, int]:
     """Category → bytes at the peak; sums to it, besides ``reserved_but_free``."""
-    codes = np.unique(table["category"])
     categories: dict[str, int] = {}
-    if (codes >= 0).any():
-        upto = table.select(slice(0, peak_row + 1))
-        for code in codes:
-            name = table.strings.text(int(code)) or "unattributed"
-            alive = int(upto["bytes"][upto["category"] == code].sum())
+    if (found.codes >= 0).any():
+        codes, levels = found.levels(np.array([peak_row]))
+        for code, alive in zip(codes.tolist(), levels[:, 0].tolist(), strict=True):
             if alive > 0:
+                name = found.table.strings.text(code) or "unattributed"
                 categories[name] = categories.get(name, 0) + alive
     else:
         categories = _from_metadata(rank.metadata, peak)
@@ -180,7 +161,7 @@ def _from_samples(
 def _metric(samples: Table, name: str, start_ns: int | None, end_ns: int | None) -> tuple[Array, Array]:
     rows = samples["metric"] == samples.strings.find(name)
     time, value = samples["time_ns"][rows], samples["value"][rows]
-    keep = _inside(time, start_ns, end_ns) & np.isfinite(value)
+    keep = within(time, start_ns, end_ns) & np.isfinite(value)
     time, value = time[keep], value[keep].astype(np.int64)
     order = np.argsort(time, kind="stable")
     return time[order], value[order]
@@ -189,21 +170,19 @@ def _metric(samples: Table, name: str, start_ns: int | None, end_ns: int | None)
 # --- both --------------------------------------------------------------------------------------
 
 
-def _inside(time: Array, start_ns: int | None, end_ns: int | None) -> Array:
-    keep = time != MISSING
-    if start_ns is not None:
-        keep &= time >= start_ns
-    if end_ns is not None:
-        keep &= time <= end_ns
-    return np.asarray(keep)
-
-
 def _capacity(rank: Rank, device: int | None) -> int | None:
     declared = (rank.metadata.get("device") or {}).get("memory_bytes")
     if declared:
         return int(declared)
     sizes = [d.memory_bytes for d in rank.devices if d.memory_bytes and device in (None, d.index)]
-    return int(sizes[0]) if sizes else None
+    if sizes:
+        return int(sizes[0])
+    # Where an allocation failed, what the process had and what was left is what it could have.
+    facts = snapshot_facts(rank, device) if device is not None else {}
+    reached = [
+        reserved + free for _, _, free, reserved in facts.get("out_of_memory", ()) if free >= 0 and reserved
+    ]
+    return max(reached, default=None)
 
 
 def _thinned(

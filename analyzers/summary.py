@@ -13,6 +13,7 @@ from trine.record.model import MISSING, SCHEMAS, Quality, Rank, Strings, Table
 from .activity import before_collectives
 from .breakdown import break_down, device_rows, has_device_work, windows_in
 from .memory import summarize_memory
+from .memory_attribution import with_memory_owners
 from .results import NamedTime, RankSummary
 from .selection import Selected, Selection, select
 from .steps import phase_sums, sampled_steps, step_statistics
@@ -29,6 +30,7 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
 
     Raises ``UsageError`` when step numbers were given and the rank has none of them.
     """
+    rank = with_memory_owners(rank)
     selected = select(rank, selection)
     breakdown, missing = break_down(rank, selection)
     quality = [*rank.quality, *(note for window in rank.windows for note in window.quality)]

@@ -84,7 +84,8 @@ class Device:
     odd: int  # events that are no dict or of unknown action
     overwritten: int  # allocations whose release is missing
     vanished: int  # allocations without release that the snapshot does not hold
-    failures: tuple[tuple[int, int, int], ...] = ()  # out of memory: (time_ns, requested, free on the device)
+    #: Out of memory: (time_ns, requested, free on the device (-1 unknown), reserved by this process (0 unknown)).
+    failures: tuple[tuple[int, int, int, int], ...] = ()
     marks: tuple[tuple[str, int, int], ...] = field(default=())  # annotations: (name, start_ns, end_ns)
 
     @property
@@ -133,6 +134,7 @@ def read_history(
     allocated = np.maximum(before + np.cumsum(delta), 0)
     traits = np.array(stacks.traits, dtype=np.int64)
     inferred = _inferred(action, stack, allocations, traits)
+    reserved = _reserved(index, action, size, allocated, held, anchored)
     return Device(
         index=index,
         time_ns=time,
@@ -145,7 +147,7 @@ def read_history(
         allocations=allocations,
         inferred=inferred,
         allocated=allocated,
-        reserved=_reserved(index, action, size, allocated, held, anchored),
+        reserved=reserved,
         held_bytes=int(allocations.size[allocations.start < 0].sum()),
         before=before,
         pending_peak_bytes=_pending_peak(index, action, size, held),
@@ -155,12 +157,20 @@ def read_history(
         odd=odd + int((action == _OTHER).sum()),
         overwritten=overwritten,
         vanished=vanished if anchored else 0,
-        failures=tuple(
-            (int(time[row]), int(size[row]), int(integers(rows[row : row + 1], "device_free")[0]))
-            for row in np.flatnonzero(action == _OOM)
-        ),
+        failures=_failures(rows, action, time, size, reserved),
         marks=_marks(index, annotations),
     )
+
+
+def _failures(
+    rows: list[dict[str, Any]], action: Array, time: Array, size: Array, reserved: Array | None
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Allocations that failed. The device's free memory stands where other events have their address."""
+    failed = np.flatnonzero(action == _OOM)
+    free = integers([rows[row] for row in failed.tolist()], "device_free", -1)
+    held = reserved[failed] if reserved is not None else np.zeros(len(failed), dtype=np.int64)
+    columns = (column.tolist() for column in (time[failed], size[failed], free, held))
+    return tuple(zip(*columns, strict=True))
 
 
 def _code(row: dict[str, Any]) -> int:

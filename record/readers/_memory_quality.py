@@ -104,14 +104,14 @@ def _of_device(device: Device, about: dict[str, Any]) -> Iterator[Note]:
                 "optimizer state because they have the sizes of the gradients"
             ),
         )
-    for when, requested, free in device.failures[-1:]:
+    for when, requested, free, _ in device.failures[-1:]:
         at = f" at {(when - int(device.time_ns[0])) / 1e9:.3f} s" if device.timed else ""
         yield (
             "memory-exhausted",
             "warning",
             (
                 f"device {device.index}: {len(device.failures)} allocations failed for want of memory, the last{at} for "
-                f"{_size(requested)} with {_size(free)} free on the device"
+                f"{_size(requested)}" + (f" with {_size(free)} free on the device" if free >= 0 else "")
             ),
         )
 
