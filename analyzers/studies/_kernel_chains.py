@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from trine.record.model import DEVICE_KINDS, HOST_KINDS
 
-from ._fusion import Chains, find_chains, small_kernels
-from ._kernel_part import KEPT, Grouped, short_kernel
+from ._fusion import SMALL_NS, Chains, find_chains, small_kernels
+from ._kernel_part import KEPT, Grouped, kernel_word
 from ._kernel_rows import ChainTime
 from ._products import Work, plain_name
 
@@ -42,8 +42,6 @@ def small_rows(grouped: Grouped) -> tuple[tuple[int, int, int], dict[str, int]]:
         table["end_ns"][rows][kernel],
     )
     small = small_kernels(stream, start, end)
-    from ._fusion import SMALL_NS
-
     codes = grouped.names[grouped.key[kernel][end - start < SMALL_NS]]
     names, counts = np.unique(codes, return_counts=True)
     top = np.argsort(-counts, kind="stable")[:10]
@@ -180,7 +178,7 @@ def _names(grouped: Grouped, labels: Array) -> str:
         if label < groups:
             names.append(plain_name(grouped.strings.text(int(grouped.names[label])) or "kernel"))
         else:
-            names.append(short_kernel(grouped.kernel_names[1][label - groups])[:40])
+            names.append(kernel_word(grouped.kernel_names[1][label - groups]))
     if len(labels) > _NAMED:
         names = [*names[:_NAMED], f"… {len(labels) - _NAMED} more"]
     return " → ".join(names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,16 @@ from ._operator_work import work_of
 from ._products import HALVES, Work, conv_outputs
 from ._shapes import short_shapes
 
-__all__ = ["Grouped", "group", "operator_rows", "precision_of", "product_rows", "shape_rows", "short_kernel"]
+__all__ = [
+    "Grouped",
+    "group",
+    "kernel_word",
+    "operator_rows",
+    "precision_of",
+    "product_rows",
+    "shape_rows",
+    "short_kernel",
+]
 
 Array = npt.NDArray[Any]
 
@@ -156,10 +165,36 @@ def _sums(groups: Array, amounts: Array, count: int) -> Array:
     return np.bincount(groups, amounts, count).astype(np.int64)
 
 
+def _unqualified(name: str) -> str:
+    return name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
+
+
 def short_kernel(name: str) -> str:
     """A kernel's name without what every one of them says, at a bounded length."""
-    plain = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
+    plain = _unqualified(name)
     return plain if len(plain) <= _NAME_LENGTH else plain[: _NAME_LENGTH - 1] + "…"
+
+
+#: What a kernel of PyTorch's computes stands deep in its name, in one of these forms.
+_WORDS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"CUDAFunctor(?:OnSelf)?_(\w+)",
+        r"\b(?!Binary|Unary|AUnary|BUnary)(\w+?)(?:_f|F)unctor\b",
+        r"\b(\w+?)_kernel_(?:cuda|impl)\b",
+        r"\b(?!vectorized_elementwise|elementwise|unrolled_elementwise|reduce)(\w+?)_kernel\w*[(<]",
+        r"\b(\w+?)Ops<",
+        r"([A-Za-z_]\w*)",
+    )
+)
+
+
+@lru_cache(maxsize=8192)
+def kernel_word(name: str) -> str:
+    """What a kernel computes, in a word: ``elementwise_kernel<…MulFunctor<float>…>`` → ``Mul``."""
+    plain = _unqualified(name)
+    found = next((match[1] for pattern in _WORDS if (match := pattern.search(plain)) is not None), plain)
+    return found[:40]
 
 
 def operator_rows(grouped: Grouped, outermost: bool) -> tuple[OperatorTime, ...]:
