@@ -19,12 +19,15 @@ from pathlib import Path
 
 import msgspec
 
-from trine.analyzers.run_facts import RunFacts
+from trine.analyzers.run_facts import RunFacts, lighter
 from trine.record.errors import NotComparable, UnreadableInput, UsageError
 
 __all__ = ["SCHEMA", "Baseline", "is_baseline", "read_baseline", "write_baseline"]
 
 SCHEMA = "trine.baseline/1"
+
+#: Kernels and operators that a baseline keeps: it lies in a repository.
+MOST_NAMES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ def write_baseline(
     baseline = Baseline(
         schema=SCHEMA,
         written=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        runs=tuple(runs),
+        runs=tuple(lighter(run, MOST_NAMES) for run in runs),
         commit=runs[0].commit or commit,
         configuration_hash=runs[0].configuration_hash,
         environment=runs[0].environment,

@@ -7,12 +7,15 @@ concluded, because runs differ by more than their steps do; the interval is show
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy as np
 
+from trine.analyzers.difference import RunDifference, differ, mean_parts
 from trine.analyzers.run_facts import METRICS, Part, RunFacts
 from trine.analyzers.statistics import MINIMUM_EFFECT, Ratio, bootstrap_median, ratio_of_medians
 from trine.record.errors import NotComparable, UsageError
@@ -31,21 +34,26 @@ __all__ = [
 #: From six samples on, the 95 % interval of a median lies within them: 2 · 0.5⁶ < 0.05.
 MINIMUM_STEPS = 6
 
+#: Endings that say what a file is, not which.
+_ENDINGS = re.compile(r"(?:\.(?:pt|trace|json|gz|gzip|sqlite|tar|tgz))+$")
+
 #: Causes below this share of the second side's step are left out: nobody acts on them.
 _SMALLEST_CAUSE = 0.005
 
-Verdict = Literal["regression", "improvement", "no change", "inconclusive", "one run"]
+Verdict = Literal["regression", "improvement", "no change", "inconclusive", "one run", "not judged"]
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side. Times in ns: the median of the runs' medians, and each run's median with its interval."""
+    """One side. Times in ns: the median of the runs' medians, and each run's median with its interval;
+    None of runs that mark no steps. ``label`` tells the side from the other in few letters."""
 
     sources: tuple[str, ...]
     steps: tuple[int, ...]
     warm_up: tuple[int, ...]
-    median_ns: float
-    run_medians_ns: tuple[tuple[float, float, float], ...]  # (median, low, high) a run
+    median_ns: float | None
+    run_medians_ns: tuple[tuple[float, float, float] | None, ...]  # (median, low, high) a run
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +115,19 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The whole answer. ``causes`` are ordered by size within each kind; kinds overlap each other."""
+    """The whole answer. ``causes`` are ordered by size within each kind; kinds overlap each other.
+    ``step_time`` is None where traces hold too few steps for a verdict; ``difference`` says what changed."""
 
     first: Side
     second: Side
-    step_time: Ratio
+    step_time: Ratio | None
     verdict: Verdict
     metrics: tuple[MetricChange, ...]
     causes: tuple[Cause, ...]
     environment: tuple[Difference, ...]
     configuration: tuple[Difference, ...]
     notes: tuple[str, ...]
+    difference: RunDifference
 
 
 def compare(
@@ -128,11 +138,16 @@ def compare(
     confidence: float = 0.95,
     minimum_steps: int = MINIMUM_STEPS,
     any_environment: bool = False,
+    judged: bool = False,
 ) -> Comparison:
     """Compare ``first`` (usually the new) with ``second`` (usually the old).
 
-    Raises ``NotComparable`` when a run has fewer than ``minimum_steps`` steady steps, or when the
-    environments differ and ``any_environment`` is false; ``UsageError`` on a side without runs.
+    Traces of a few steps, or of none, give no verdict, yet what changed in them can be said. Records must
+    hold enough steps, and with ``judged`` (for gates) everything must.
+
+    Raises ``NotComparable`` when a run has fewer than ``minimum_steps`` steady steps, unless it is a trace
+    that may go unjudged; when the environments differ and ``any_environment`` is false; or when two traces
+    have nothing in common that could be compared. ``UsageError`` on a side without runs.
     """
     if not first or not second:
         raise UsageError("a side of the comparison has no runs; give at least one on each")
@@ -142,23 +157,44 @@ def compare(
     if environment and not any_environment:
         raise NotComparable(_different_environments(environment))
     for run in (*first, *second):
-        _require_steps(run, minimum_steps)
-    ratio = ratio_of_medians(
-        [run.step_ns for run in first],
-        [run.step_ns for run in second],
-        minimum_effect=minimum_effect,
-        confidence=confidence,
-    )
+        if judged or not _is_trace(run):
+            _require_steps(run, minimum_steps)
+    enough = all(len(run.step_ns) >= max(minimum_steps, 1) for run in (*first, *second))
+    ratio = None
+    if enough:
+        ratio = ratio_of_medians(
+            [run.step_ns for run in first],
+            [run.step_ns for run in second],
+            minimum_effect=minimum_effect,
+            confidence=confidence,
+        )
+    difference = differ(first, second)
+    if ratio is None and difference.first_ns is None:
+        raise NotComparable(_nothing_in_common(first, second, minimum_steps))
+    labels = _labels([run.source for run in first], [run.source for run in second])
     return Comparison(
-        first=_side(first, confidence),
-        second=_side(second, confidence),
+        first=_side(first, confidence, labels[0]),
+        second=_side(second, confidence, labels[1]),
         step_time=ratio,
-        verdict=_verdict(ratio),
+        verdict="not judged" if ratio is None else _verdict(ratio),
         metrics=_metric_changes(first, second),
-        causes=_causes(first, second),
+        causes=_causes(first, second) if ratio is not None else (),
         environment=environment,
         configuration=_configuration_differences(first, second),
-        notes=_notes(first, second, ratio),
+        notes=(*_notes(first, second, ratio, minimum_steps), *difference.notes),
+        difference=difference,
+    )
+
+
+def _is_trace(run: RunFacts) -> bool:
+    return run.format not in ("", "trine")
+
+
+def _nothing_in_common(first: Sequence[RunFacts], second: Sequence[RunFacts], minimum_steps: int) -> str:
+    short = next(run for run in (*first, *second) if len(run.step_ns) < max(minimum_steps, 1))
+    return (
+        f"{short.source} has {len(short.step_ns)} steady steps, too few to compare, and the two sides have no breakdown"
+        " in common either; record more steps, or trace device work on both sides"
     )
 
 
@@ -173,15 +209,49 @@ def _require_steps(run: RunFacts, minimum_steps: int) -> None:
     )
 
 
-def _side(runs: Sequence[RunFacts], confidence: float) -> Side:
-    medians = tuple(bootstrap_median(run.step_ns, confidence) for run in runs)
+def _side(runs: Sequence[RunFacts], confidence: float, label: str) -> Side:
+    medians = tuple(bootstrap_median(run.step_ns, confidence) if run.step_ns else None for run in runs)
+    known = [found[0] for found in medians if found is not None]
     return Side(
         sources=tuple(run.source for run in runs),
         steps=tuple(len(run.step_ns) for run in runs),
         warm_up=tuple(run.warm_up for run in runs),
-        median_ns=float(np.median([median for median, _, _ in medians])),
+        median_ns=float(np.median(known)) if known else None,
         run_medians_ns=medians,
+        label=label,
     )
+
+
+def _labels(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
+    """What tells the sides apart: the shortest tail of their paths that does, less what both have in common."""
+    labels = _label(first, second), _label(second, first)
+    start = _shared(*labels)
+    end = _shared(labels[0][start:][::-1], labels[1][start:][::-1])
+    rest = tuple(label[start : len(label) - end].rstrip("_-./ ") for label in labels)
+    telling = all(any(letter.isalpha() for letter in one) for one in rest)
+    return (rest[0], rest[1]) if telling else labels
+
+
+def _shared(one: str, other: str) -> int:
+    """How many letters two names share at their beginning, whole words only."""
+    pairs = enumerate(zip(one, other, strict=False))
+    length = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return max((one.rfind(mark, 0, length) + 1 for mark in "_-/ "), default=0)
+
+
+def _label(own: Sequence[str], others: Sequence[str]) -> str:
+    for depth in (1, 2, 3):
+        names = [_tail(source, depth) for source in own]
+        if not set(names) & {_tail(source, depth) for source in others}:
+            break
+    more = f" +{len(own) - 1}" if len(own) > 1 else ""
+    return f"{names[0]}{more}"
+
+
+def _tail(source: str, depth: int) -> str:
+    """The last parts of a path, without the endings of traces and baselines."""
+    tail = "/".join(PurePath(source).parts[-depth:]) or source
+    return _ENDINGS.sub("", tail) or tail
 
 
 def _verdict(ratio: Ratio) -> Verdict:
@@ -270,28 +340,8 @@ def _metric_changes(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tu
     return tuple(changes)
 
 
-def _mean_parts(side: Sequence[RunFacts]) -> dict[tuple[str, str], Part]:
-    """Mean over the runs that have parts of a kind; a name that one of them lacks is 0 there."""
-    runs_of_kind: dict[str, int] = {}
-    for run in side:
-        for kind in {part.kind for part in run.parts}:
-            runs_of_kind[kind] = runs_of_kind.get(kind, 0) + 1
-    sums: dict[tuple[str, str], list[Part]] = {}
-    for run in side:
-        for part in run.parts:
-            sums.setdefault((part.kind, part.name), []).append(part)
-    means = {}
-    for (kind, name), parts in sums.items():
-        calls = [part.calls for part in parts if part.calls is not None]
-        count = runs_of_kind[kind]
-        means[kind, name] = Part(
-            kind, name, sum(part.ns for part in parts) / count, sum(calls) / count if calls else None
-        )
-    return means
-
-
 def _causes(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tuple[Cause, ...]:
-    means = [_mean_parts(side) for side in (first, second)]
+    means = [mean_parts(side) for side in (first, second)]
     kinds = [{kind for kind, _ in parts} for parts in means]
     step = float(np.mean([np.mean(run.step_ns) for run in second]))
     causes = []
@@ -307,9 +357,19 @@ def _causes(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tuple[Caus
     return tuple(sorted(causes, key=lambda cause: (order.index(cause.kind), -abs(cause.share))))
 
 
-def _notes(first: Sequence[RunFacts], second: Sequence[RunFacts], ratio: Ratio) -> tuple[str, ...]:
+def _notes(
+    first: Sequence[RunFacts], second: Sequence[RunFacts], ratio: Ratio | None, minimum_steps: int
+) -> tuple[str, ...]:
     notes = []
-    if not ratio.several:
+    if ratio is None:
+        short = min((*first, *second), key=lambda run: len(run.step_ns))
+        steps = len(short.step_ns)
+        held = f"{steps} steady step{'s' if steps > 1 else ''}" if steps else "no steps that can be timed"
+        notes.append(
+            f"{PurePath(short.source).name or short.source} holds {held}, and a verdict needs {max(minimum_steps, 1)}: what changed is shown,"
+            " and whether it is more than chance is not said"
+        )
+    elif not ratio.several:
         notes.append(
             "one run a side shows only what varies inside a run, so nothing is concluded;"
             " give three or more runs a side, taken in turn"

@@ -86,6 +86,7 @@ def check(
             minimum_effect=minimum_effect,
             minimum_steps=minimum_steps,
             any_environment=any_environment,
+            judged=True,
         )
         outcomes.append(_step_time(comparison))
         outcomes += [
@@ -101,6 +102,8 @@ def _step_time(comparison: Comparison) -> Outcome:
         "inconclusive": "inconclusive",
         "one run": "inconclusive",
     }
+    expected = comparison.second.median_ns
+    assert comparison.step_time is not None and expected is not None  # what cannot be judged was refused
     effect = comparison.step_time.minimum_effect
     reasons = {
         "regression": f"slower than the baseline by more than {effect:.0%}, and surely so",
@@ -113,9 +116,9 @@ def _step_time(comparison: Comparison) -> Outcome:
         id="baseline/step_time_ns",
         metric="step_time_ns",
         state=states.get(comparison.verdict, "pass"),
-        expected=comparison.second.median_ns,
+        expected=expected,
         found=comparison.first.median_ns,
-        values=tuple(median for median, _, _ in comparison.first.run_medians_ns),
+        values=tuple(found[0] for found in comparison.first.run_medians_ns if found is not None),
         at_least=False,
         reason=reasons[comparison.verdict],
     )

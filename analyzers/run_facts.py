@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from trine.analyzers.statistics import find_warm_up
 from trine.analyzers.steps import job_steps
 from trine.record.model import MISSING, PHASES, Array, Table
 
-__all__ = ["METRICS", "Part", "RunFacts", "measure_run"]
+__all__ = ["METRICS", "Part", "RunFacts", "Window", "lighter", "measure_run"]
 
 #: Metric → (what it is, whether more is better). Names end in their unit; shares and MFU are of one.
 METRICS: Mapping[str, tuple[str, bool]] = {
@@ -43,8 +43,8 @@ METRICS: Mapping[str, tuple[str, bool]] = {
     "mfu_counted": ("model FLOPs utilisation, operators counted in the run", True),
 }
 
-#: Only the heaviest kernels and operators are kept: a baseline lies in a repository.
-_MOST_NAMES = 40
+#: The heaviest kernels and operators that are kept; a baseline, which lies in a repository, keeps fewer.
+_MOST_NAMES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,25 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """What a breakdown covers: mean ns a unit and rank. The unit is a step where ``steps`` are marked, else the
+    whole window. ``basis`` is ``device`` or ``host``."""
+
+    ns: float
+    steps: int
+    ranks: int
+    basis: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """One run. ``step_ns`` are its steady steps in order (ns); ``warm_up`` counts the steps left out.
 
     ``environment`` is the fingerprint of where it ran (None where the source does not say);
     ``configuration`` is what was trained and how. ``metrics`` are those of :data:`METRICS` that can
-    be said; ``missing`` gives the reason for each of the others.
+    be said; ``missing`` gives the reason for each of the others. ``format`` is what it was read from
+    (``trine`` for a record); ``window`` what its breakdown covers; ``least_ns`` is kind of part → the least
+    that was kept of it where more had to go, so that what is not listed is known to take no more.
     """
 
     source: str
@@ -79,6 +92,9 @@ class RunFacts:
     metrics: Mapping[str, float] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
+    format: str = ""
+    window: Window | None = None
+    least_ns: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure_run(analysis: Analysis) -> RunFacts:
@@ -89,6 +105,7 @@ def measure_run(analysis: Analysis) -> RunFacts:
     metadata = _metadata(analysis)
     configuration = _configuration(metadata)
     metrics, missing = _metrics(analysis, summaries, indexes[steady], durations[steady])
+    named, least_ns = _named_parts(summaries)
     return RunFacts(
         source=analysis.source.path,
         step_ns=tuple(int(ns) for ns in durations[steady]),
@@ -103,9 +120,25 @@ def measure_run(analysis: Analysis) -> RunFacts:
             *_phase_parts(summaries, indexes[steady]),
             *_breakdown_parts(summaries),
             *_collective_parts(analysis),
-            *_named_parts(summaries),
+            *named,
         ),
+        format=analysis.source.format,
+        window=_window(summaries),
+        least_ns=least_ns,
     )
+
+
+def lighter(run: RunFacts, most_names: int) -> RunFacts:
+    """The run with only the heaviest kernels and operators."""
+    kept: list[Part] = []
+    least_ns = dict(run.least_ns)
+    for kind in dict.fromkeys(part.kind for part in run.parts):
+        parts = [part for part in run.parts if part.kind == kind]
+        if kind in _NAMED and len(parts) > most_names:
+            parts = sorted(parts, key=lambda part: -part.ns)[:most_names]
+            least_ns[kind] = parts[-1].ns
+        kept += parts
+    return replace(run, parts=tuple(kept), least_ns=least_ns)
 
 
 def _steady(analysis: Analysis, indexes: Array, durations: Array) -> Array:
@@ -271,20 +304,45 @@ def _collective_parts(analysis: Analysis) -> Iterator[Part]:
         yield Part("collective", f"{name}: wait for others", wait / share, calls / share)
 
 
-def _named_parts(summaries: list[RankSummary]) -> Iterator[Part]:
-    """Kernels and operators by name, mean a step and rank, the heaviest of each kind."""
+_NAMED = {"kernel": "kernels", "operator": "operators"}
+
+
+def _named_parts(summaries: list[RankSummary]) -> tuple[list[Part], dict[str, float]]:
+    """Kernels and operators by name, mean a step and rank, the heaviest of each kind; and the least that was kept."""
     ranks = [summary for summary in summaries if summary.breakdown is not None]
-    for kind, attribute in (("kernel", "kernels"), ("operator", "operators")):
+    found: list[Part] = []
+    least_ns: dict[str, float] = {}
+    for kind, attribute in _NAMED.items():
         totals: dict[str, list[float]] = {}
+        cut = 0.0
         for summary in ranks:
             assert summary.breakdown is not None
             share = _window_steps(summary.breakdown) * len(ranks)
-            for row in getattr(summary, attribute):
+            rows = getattr(summary, attribute)
+            for row in rows:
                 time, calls = totals.get(row.name, (0.0, 0.0))
                 totals[row.name] = [time + row.total_ns / share, calls + row.calls / share]
-        heaviest = sorted(totals.items(), key=lambda item: -item[1][0])[:_MOST_NAMES]
-        for name, (time, calls) in heaviest:
-            yield Part(kind, name, time, calls)
+            if len(rows) >= _MOST_NAMES:  # a summary keeps no more either
+                cut = max(cut, rows[-1].total_ns * len(ranks) / share)
+        heaviest = sorted(totals.items(), key=lambda item: -item[1][0])
+        if len(heaviest) > _MOST_NAMES:
+            cut = max(cut, heaviest[_MOST_NAMES][1][0])
+        if cut:
+            least_ns[kind] = cut
+        found += [Part(kind, name, time, calls) for name, (time, calls) in heaviest[:_MOST_NAMES]]
+    return found, least_ns
+
+
+def _window(summaries: list[RankSummary]) -> Window | None:
+    breakdowns = [summary.breakdown for summary in summaries if summary.breakdown is not None]
+    if not breakdowns or len({b.basis for b in breakdowns}) > 1:
+        return None
+    return Window(
+        ns=float(np.mean([b.window_ns / _window_steps(b) for b in breakdowns])),
+        steps=min(len(b.steps) for b in breakdowns),
+        ranks=len(breakdowns),
+        basis=breakdowns[0].basis,
+    )
 
 
 # --- environment and configuration -------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""A comparison in words: text for a terminal, Markdown for a pull request, JSON for a program."""
+"""A comparison in words: text for a terminal, Markdown for a pull request, a page, JSON for a program.
+
+The sides are named by their paths, and columns go from old to new: the second side, then the first.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,32 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from trine.analyzers.comparison import Cause, Comparison, Difference, MetricChange, Side
+from trine.analyzers.comparison import Cause, Comparison, Difference, Side
+from trine.analyzers.reports._changes import (
+    change_tables,
+    difference_to_dict,
+    unit_words,
+)
+from trine.analyzers.reports.document import (
+    Column,
+    Document,
+    Items,
+    Paragraph,
+    Section,
+    Table,
+    clean,
+    shorten,
+)
 from trine.analyzers.run_facts import METRICS
 from trine.analyzers.units import count, duration, percent, size
 
-__all__ = ["headline", "render_json", "render_markdown", "render_text", "value_text"]
+__all__ = ["headline", "render_html", "render_json", "render_markdown", "render_text", "value_text"]
 
 #: Causes shown of a kind; the JSON has them all.
 _MOST_CAUSES = 5
+#: Rows of what changed, in the terminal and elsewhere.
+_MOST_CHANGES, _MOST_CHANGES_ELSEWHERE = 12, 40
+_WIDTH = 100
 
 _VERDICTS = {
     "regression": "REGRESSION",
@@ -22,6 +43,7 @@ _VERDICTS = {
     "no change": "NO CHANGE",
     "inconclusive": "INCONCLUSIVE",
     "one run": "NOTHING CONCLUDED FROM ONE RUN",
+    "not judged": "WHAT CHANGED, NOT JUDGED",
 }
 
 _KINDS = {
@@ -32,6 +54,8 @@ _KINDS = {
     "kernel": "kernels",
     "operator": "operators",
 }
+#: Kinds that the table of what changed has; of the others the sections of causes speak.
+_IN_CHANGES = ("collective", "kernel", "operator", "idle")
 
 
 def value_text(metric: str, value: float) -> str:
@@ -46,9 +70,12 @@ def value_text(metric: str, value: float) -> str:
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """What came out, how sure, and the smallest change that the data could have shown: three lines."""
+    """What came out, how sure, and the smallest change that the data could have shown: three lines; of what
+    was not judged, one."""
     ratio = comparison.step_time
-    first, second = duration(comparison.first.median_ns), duration(comparison.second.median_ns)
+    if ratio is None:
+        return [f"{_VERDICTS[comparison.verdict]}: {unit_words(comparison.difference)}"]
+    first, second = duration(comparison.first.median_ns or 0), duration(comparison.second.median_ns or 0)
     runs = [f"{number} run{'s' if number > 1 else ''}" for number in ratio.runs]
     seen = f"{ratio.power * 10:.0f} times in 10"
     at_best = "" if ratio.several else "at best, were all runs alike, "
@@ -62,53 +89,215 @@ def headline(comparison: Comparison) -> list[str]:
     ]
 
 
+# --- text ----------------------------------------------------------------------------------------
+
+
 def render_text(comparison: Comparison) -> str:
     """Plain text, at most 100 columns wide but for paths."""
     lines = [f"{_names(comparison.first)} against {_names(comparison.second)}", ""]
-    lines += headline(comparison)
-    lines += [
-        *_section("", _cause_lines(comparison.causes)),
-        *_section("", _metric_lines(comparison.metrics)),
-    ]
-    lines += _section("Environment", _difference_lines(comparison.environment))
-    lines += _section("Configuration", _difference_lines(comparison.configuration))
+    head, *rest = headline(comparison)
+    lines += textwrap.wrap(head, _WIDTH) + rest
+    lines += _section("", _cause_lines(comparison))
+    for table in change_tables(
+        comparison.difference, _labels(comparison), _MOST_CHANGES, causes_told=_told(comparison), narrow=True
+    ):
+        lines += _section("", _table_lines(table))
+    lines += _section("", _metric_lines(comparison))
+    lines += _section("Environment", _difference_lines(comparison, comparison.environment))
+    lines += _section("Configuration", _difference_lines(comparison, comparison.configuration))
     lines += _section("Runs", _run_lines(comparison))
     lines += _section("Notes", _wrapped(comparison.notes))
     return "\n".join(lines) + "\n"
 
 
+def _labels(comparison: Comparison) -> tuple[str, str]:
+    """What the columns are called: the second side's, then the first's."""
+    return clean(comparison.second.label) or "second", clean(comparison.first.label) or "first"
+
+
+def _told(comparison: Comparison) -> bool:
+    """Whether the causes say already how the step is divided."""
+    return any(cause.kind in ("breakdown", "phase") for cause in comparison.causes)
+
+
+def _table_lines(table: Table) -> list[str]:
+    """A table of text whose flexible columns give way until it fits."""
+    rows = [[column.title for column in table.columns], *(list(row) for row in table.rows)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(table.columns))]
+    while sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
+        flexible = [
+            place for place, column in enumerate(table.columns) if column.flexible and widths[place] > 12
+        ]
+        widest = max(flexible or range(len(widths)), key=lambda place: widths[place])
+        widths[widest] -= 1
+    lines = [table.title] if table.title else []
+    for row in rows:
+        cells = [
+            shorten(cell, width).rjust(width)
+            if column.align == "right"
+            else shorten(cell, width).ljust(width)
+            for cell, width, column in zip(row, widths, table.columns, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines + (textwrap.wrap(table.note, _WIDTH) if table.note else [])
+
+
+def _cause_lines(comparison: Comparison) -> list[str]:
+    causes = [cause for cause in comparison.causes if cause.kind not in _IN_CHANGES or cause.kind == "idle"]
+    if not causes:
+        return []
+    old, new = (shorten(label, 14) for label in _labels(comparison))
+    width = 22
+    title = "Where the change is (mean of a step and rank)"
+    lines = [f"{title:<46}{old:>15}{new:>15}{'change':>11}{'of step':>10}"]
+    for kind, group in groupby(_largest(causes), key=lambda cause: cause.kind):
+        lines.append(f"  {_KINDS[kind]}")
+        lines += [
+            f"    {_short(c.name, 20 + width):<42}{duration(c.second_ns):>15}{duration(c.first_ns):>15}"
+            f"{_signed(c.change_ns, duration):>11}{_signed(c.share, percent):>10}"
+            for c in group
+        ]
+    return lines
+
+
+def _metric_lines(comparison: Comparison) -> list[str]:
+    metrics = [metric for metric in comparison.metrics if metric.name in METRICS]
+    if not metrics:
+        return []
+    old, new = (shorten(label, 14) for label in _labels(comparison))
+    lines = [f"{'Metrics (median of the runs)':<46}{old:>15}{new:>15}{'change':>11}"]
+    return lines + [
+        f"  {m.name:<44}{value_text(m.name, m.second):>15}{value_text(m.name, m.first):>15}{_relative(m.ratio):>11}"
+        for m in metrics
+    ]
+
+
+def _difference_lines(comparison: Comparison, differences: Sequence[Difference]) -> list[str]:
+    old, new = (shorten(label, 20) for label in _labels(comparison))
+    return [
+        f"  {d.name}: {_short(_said(d.first), 30)} in {new}, {_short(_said(d.second), 30)} in {old}"
+        for d in differences
+    ]
+
+
+def _said(value: object) -> str:
+    return "not said" if value is None else str(value)
+
+
+def _run_lines(comparison: Comparison) -> list[str]:
+    lines = []
+    for side in (comparison.first, comparison.second):
+        rows = zip(side.sources, side.steps, side.warm_up, side.run_medians_ns, strict=True)
+        for source, steps, warm_up, found in rows:
+            left_out = f", {warm_up} of warm-up left out" if warm_up else ""
+            if found is None:
+                lines.append(f"  {source}: no steps that can be timed{left_out}")
+                continue
+            median, low, high = found
+            spread = f"{duration(median)} ({duration(low)} to {duration(high)})"
+            lines.append(f"  {source}: {spread}, {steps} step{'s' if steps != 1 else ''}{left_out}")
+    return lines
+
+
+# --- Markdown and HTML ---------------------------------------------------------------------------
+
+
 def render_markdown(comparison: Comparison) -> str:
-    """Markdown: the headline, then a table each of causes, metrics and differences."""
+    """Markdown: the headline, then a table each of causes, changes, metrics and differences."""
     head, *rest = headline(comparison)
     verdict, _, what = head.partition(": ")
     lines = [f"**{verdict}**: {what}", "", *rest, ""]
-    lines += _table(
-        ("where", "what", "first", "second", "change", "of the step"),
-        [
-            (
-                _KINDS[c.kind],
-                c.name,
-                duration(c.first_ns),
-                duration(c.second_ns),
-                _signed(c.change_ns, duration),
-                _signed(c.share, percent),
-            )
-            for c in _largest(comparison.causes)
-        ],
-    )
-    lines += _table(
-        ("metric", "first", "second", "change"),
-        [
-            (m.name, value_text(m.name, m.first), value_text(m.name, m.second), _relative(m.ratio))
-            for m in comparison.metrics
-        ],
-    )
-    differences = (*comparison.environment, *comparison.configuration)
-    lines += _table(
-        ("differs", "first", "second"), [(d.name, str(d.first), str(d.second)) for d in differences]
-    )
+    for table in _tables(comparison):
+        if table.title:
+            lines += [f"**{table.title}**", ""]
+        lines += _table([column.title for column in table.columns], table.rows)
+        if table.note:
+            lines += [table.note, ""]
     lines += [f"- {note}" for note in comparison.notes]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def render_html(comparison: Comparison) -> str:
+    """One self-contained page."""
+    from trine.analyzers.reports import html
+
+    head, *rest = headline(comparison)
+    verdict, _, what = head.partition(": ")
+    blocks = tuple(_tables(comparison))
+    sections = [Section("changes", "What changed", (*(Paragraph(line) for line in rest), *blocks))]
+    runs = tuple(("", line.strip(), "") for line in _run_lines(comparison))
+    sections.append(Section("runs", "Runs", (Items(runs),)))
+    if comparison.notes:
+        notes = tuple(("", note, "") for note in comparison.notes)
+        sections.append(Section("notes", "Notes", (Items(notes),)))
+    worse = comparison.verdict == "regression"
+    document = Document(
+        title="Trine: comparison",
+        subtitle=f"{_names(comparison.first)} against {_names(comparison.second)}",
+        verdict=what[:1].upper() + what[1:],
+        confidence=verdict.capitalize(),
+        bound="fault" if worse else "healthy" if comparison.verdict == "improvement" else "unknown",
+        triangle=None,
+        hull=(),
+        sides=(),
+        sections=tuple(sections),
+    )
+    return html.render_document(document)
+
+
+def _tables(comparison: Comparison) -> Iterator[Table]:
+    old, new = _labels(comparison)
+    causes = list(_largest([cause for cause in comparison.causes if cause.kind not in _IN_CHANGES]))
+    if causes:
+        yield Table(
+            (
+                Column("where"),
+                Column("what"),
+                *(Column(title, "right") for title in (old, new, "change", "of the step")),
+            ),
+            tuple(
+                (
+                    _KINDS[c.kind],
+                    c.name,
+                    duration(c.second_ns),
+                    duration(c.first_ns),
+                    _signed(c.change_ns, duration),
+                    _signed(c.share, percent),
+                )
+                for c in causes
+            ),
+        )
+    yield from change_tables(
+        comparison.difference, (old, new), _MOST_CHANGES_ELSEWHERE, causes_told=_told(comparison)
+    )
+    if comparison.metrics:
+        yield Table(
+            (Column("metric"), *(Column(title, "right") for title in (old, new, "change"))),
+            tuple(
+                (m.name, value_text(m.name, m.second), value_text(m.name, m.first), _relative(m.ratio))
+                for m in comparison.metrics
+            ),
+        )
+    differences = (*comparison.environment, *comparison.configuration)
+    if differences:
+        yield Table(
+            (Column("differs"), Column(old), Column(new)),
+            tuple((d.name, _said(d.second), _said(d.first)) for d in differences),
+        )
+
+
+def _table(titles: Sequence[str], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return []
+    escaped = [" | ".join(_escaped(cell) for cell in row) for row in (titles, *rows)]
+    return [f"| {escaped[0]} |", f"|{'---|' * len(titles)}", *(f"| {row} |" for row in escaped[1:]), ""]
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")
+
+
+# --- JSON ----------------------------------------------------------------------------------------
 
 
 def render_json(comparison: Comparison) -> str:
@@ -122,7 +311,9 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, object]:
     return {
         "schema": "trine.comparison/1",
         "verdict": comparison.verdict,
-        "step_time": {
+        "step_time": None
+        if ratio is None
+        else {
             "ratio": ratio.ratio,
             "low": ratio.low,
             "high": ratio.high,
@@ -157,6 +348,7 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, object]:
             }
             for c in comparison.causes
         ],
+        "difference": difference_to_dict(comparison.difference),
         "environment": [_difference_to_dict(d) for d in comparison.environment],
         "configuration": [_difference_to_dict(d) for d in comparison.configuration],
         "notes": list(comparison.notes),
@@ -164,20 +356,20 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, object]:
 
 
 def _side_to_dict(side: Side) -> dict[str, object]:
+    rows = zip(side.sources, side.steps, side.warm_up, side.run_medians_ns, strict=True)
     return {
+        "label": side.label,
         "median_ns": side.median_ns,
         "runs": [
             {
                 "source": source,
                 "steps": steps,
                 "warm_up": warm_up,
-                "median_ns": m,
-                "low_ns": low,
-                "high_ns": high,
+                "median_ns": found[0] if found else None,
+                "low_ns": found[1] if found else None,
+                "high_ns": found[2] if found else None,
             }
-            for source, steps, warm_up, (m, low, high) in zip(
-                side.sources, side.steps, side.warm_up, side.run_medians_ns, strict=True
-            )
+            for source, steps, warm_up, found in rows
         ],
     }
 
@@ -207,7 +399,8 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _signed(value: float, words: Callable[[float], str]) -> str:
-    return f"+{words(value)}" if value > 0 else words(value)
+    text = words(value)
+    return f"+{text}" if value > 0 and not text.startswith("<") else text
 
 
 def _relative(ratio: float | None) -> str:
@@ -223,64 +416,11 @@ def _wrapped(notes: Sequence[str]) -> list[str]:
     return [
         line
         for note in notes
-        for line in textwrap.wrap(note, 98, initial_indent="  ", subsequent_indent="  ")
+        for line in textwrap.wrap(
+            note, 98, initial_indent="  ", subsequent_indent="  ", break_long_words=False
+        )
     ]
 
 
 def _short(name: str, width: int) -> str:
     return name if len(name) <= width else f"{name[: width - 1]}…"
-
-
-def _cause_lines(causes: Sequence[Cause]) -> list[str]:
-    if not causes:
-        return []
-    title = "Where the change is (mean of a step and rank)"
-    lines = [f"{title:<50}{'first':>11}{'second':>11}{'change':>12}{'of the step':>14}"]
-    for kind, group in groupby(_largest(causes), key=lambda cause: cause.kind):
-        lines.append(f"  {_KINDS[kind]}")
-        lines += [
-            f"    {_short(c.name, 45):<46}{duration(c.first_ns):>11}{duration(c.second_ns):>11}"
-            f"{_signed(c.change_ns, duration):>12}{_signed(c.share, percent):>14}"
-            for c in group
-        ]
-    return lines
-
-
-def _metric_lines(metrics: Sequence[MetricChange]) -> list[str]:
-    if not metrics:
-        return []
-    lines = [f"{'Metrics (median of the runs)':<50}{'first':>11}{'second':>11}{'change':>12}"]
-    return lines + [
-        f"  {m.name:<48}{value_text(m.name, m.first):>11}{value_text(m.name, m.second):>11}{_relative(m.ratio):>12}"
-        for m in metrics
-        if m.name in METRICS
-    ]
-
-
-def _difference_lines(differences: Sequence[Difference]) -> list[str]:
-    return [
-        f"  {d.name}: {_short(str(d.first), 30)} against {_short(str(d.second), 30)}" for d in differences
-    ]
-
-
-def _run_lines(comparison: Comparison) -> list[str]:
-    lines = []
-    for title, side in (("first", comparison.first), ("second", comparison.second)):
-        rows = zip(side.sources, side.steps, side.warm_up, side.run_medians_ns, strict=True)
-        for source, steps, warm_up, (median, low, high) in rows:
-            left_out = f", {warm_up} of warm-up left out" if warm_up else ""
-            spread = f"{duration(median)} ({duration(low)} to {duration(high)})"
-            lines.append(f"  {title:<7} {spread}, {steps} steps{left_out}: {source}")
-    return lines
-
-
-def _table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    if not rows:
-        return []
-    escaped = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
-    return [
-        f"| {' | '.join(titles)} |",
-        f"|{'---|' * len(titles)}",
-        *(f"| {row} |" for row in escaped),
-        "",
-    ]

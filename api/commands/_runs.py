@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from trine.analyzers.run_facts import RunFacts
 
 __all__ = [
+    "FORMAT_HELP",
     "add_comparison_options",
+    "form_of",
     "json_text",
     "load_runs",
     "progress_wanted",
@@ -53,6 +55,21 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
         help="compare although devices, versions or world sizes differ, and say how",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report to FILE")
+
+
+#: What a file's ending says when ``--format`` does not.
+_ENDINGS = {".json": "json", ".md": "md", ".markdown": "md", ".html": "html", ".htm": "html", ".txt": "text"}
+FORMAT_HELP = (
+    "text (default), json, md, or html (one self-contained file); with -o the file's ending decides where this"
+    " is not given"
+)
+
+
+def form_of(given: str | None, output: Path | None) -> str:
+    """The form of a report: what was asked for, else what the output's ending says, else text."""
+    if given is not None:
+        return given
+    return _ENDINGS.get(output.suffix.lower(), "text") if output is not None else "text"
 
 
 def load_runs(paths: Iterable[str], steps: str) -> list[RunFacts]:

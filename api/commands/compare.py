@@ -6,6 +6,11 @@ A change counts when the hierarchical bootstrap (runs, then steps) of the ratio 
 and the effect exceeds 5 % (--effect). Give several runs a side, taken in turn: with one a side the
 interval is shown and nothing is concluded. A side may also be a baseline file that `trine check` wrote.
 
+Traces of a few steps, or of none, get no verdict, yet what changed in them: kernels, collectives and operators
+that appeared, vanished, became slower or faster, in order of effect.
+
+    trine compare after.sqlite --against before.sqlite
+
 Exit codes: 0 compared, whatever came out; 2 bad usage or unreadable input; 3 the runs cannot be
 compared (too short, or from different environments).
 """
@@ -14,7 +19,14 @@ from __future__ import annotations
 
 import argparse
 
-from trine.commands._runs import add_comparison_options, load_runs, refuse_repeats, write_output
+from trine.commands._runs import (
+    FORMAT_HELP,
+    add_comparison_options,
+    form_of,
+    load_runs,
+    refuse_repeats,
+    write_output,
+)
 
 __all__ = ["SUMMARY", "prepare_parser", "run"]
 
@@ -25,7 +37,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     parser.add_argument("runs", nargs="+", metavar="A", help="runs of the first side: records or traces")
     parser.add_argument("--against", nargs="+", required=True, metavar="B", help="runs of the second side")
-    parser.add_argument("--format", choices=("text", "json", "md"), default="text")
+    parser.add_argument("--format", choices=("text", "json", "md", "html"), help=FORMAT_HELP)
     add_comparison_options(parser)
 
 
@@ -42,6 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
         minimum_steps=arguments.min_steps,
         any_environment=arguments.any_environment,
     )
-    render = {"text": report.render_text, "json": report.render_json, "md": report.render_markdown}
-    write_output(render[arguments.format](result), arguments.output)
+    render = {
+        "text": report.render_text,
+        "json": report.render_json,
+        "md": report.render_markdown,
+        "html": report.render_html,
+    }
+    write_output(render[form_of(arguments.format, arguments.output)](result), arguments.output)
     return 0

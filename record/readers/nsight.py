@@ -156,7 +156,7 @@ def _read(database: Database, place: Place, source: RankSource) -> Rank:
     ranges = read_ranges(database, place.process, strings, Payloads(database))
     payloads = _fill_host(rank, calls, ranges, zero)
     if rank.device is not None and rank.host is not None:
-        rank.device.columns["launch"] = launch = launches(rank.device, rank.host)
+        rank.device.columns["launch"] = launch = launches(rank.device, rank.host).rows
         mark_blocking_copies(rank.device, rank.host)
         if rank.steps is not None:
             begun = rank.host["start_ns"][np.maximum(launch, 0)]
