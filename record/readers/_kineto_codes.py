@@ -10,11 +10,13 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ..model import MISSING, Strings
 from ._kineto_events import DECODE_ERRORS
 
-__all__ = ["NameCodes", "Processes", "Products", "RawCodes", "Threads"]
+__all__ = ["NameCodes", "Processes", "Products", "RawCodes", "Sparse", "Threads"]
 
 
 class NameCodes(dict[Any, int]):
@@ -103,3 +105,24 @@ class Threads(dict[tuple[Any, Any], int]):
             thread = -len(self._owners) - 1000  # the same number in another process
         self[key] = thread
         return thread
+
+
+class Sparse:
+    """Values of a few rows of a table; rows are added in ascending order."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._values: list[tuple[int, ...]] = []
+
+    def add(self, row: int, values: tuple[int, ...]) -> None:
+        """The values of a row."""
+        self._rows.append(row)
+        self._values.append(values)
+
+    def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Values of rows, shape ``(len(rows), values)``, MISSING where there are none; ``None`` where nothing was added."""
+        if not self._rows:
+            return None
+        known, values = np.array(self._rows), np.array(self._values, dtype=np.int64)
+        position = np.minimum(np.searchsorted(known, rows), len(known) - 1)
+        return np.where((known[position] == rows)[:, None], values[position], MISSING)

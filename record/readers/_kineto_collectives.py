@@ -28,7 +28,7 @@ __all__ = ["collectives_table"]
 
 Array = npt.NDArray[Any]
 
-_ANNOTATION = re.compile(r"^(?:nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl):_?(\w+)")
+_ANNOTATION = re.compile(r"^(?:nccl|rccl|gloo|mpi|ucc|xccl|ccl|hccl)::?_?(\w+)")
 _PEER = re.compile(r"(?:->|<-)\s*(\d+)|(?:send|recv) .*?(?:rank )?(\d+)\s*$")
 _OPERATOR = re.compile(r"^c10d::_?(\w+)|^(?:_c10d_functional|c10d_functional)::_?(\w+)")
 

@@ -24,7 +24,7 @@ from ._kineto_categories import (
     SYNC_MARK,
     action_of,
 )
-from ._kineto_codes import NameCodes, Processes, Products, RawCodes, Threads
+from ._kineto_codes import NameCodes, Processes, Products, RawCodes, Sparse, Threads
 from ._kineto_events import (
     CallArguments,
     CollectiveArguments,
@@ -35,6 +35,7 @@ from ._kineto_events import (
     LabelArguments,
     MemoryArguments,
     SyncArguments,
+    active_blocks,
     arguments,
 )
 from ._kineto_sorting import SortedEvents
@@ -66,6 +67,8 @@ class Columns:
         self.syncs: list[dict[str, Array]] = []
         #: ("device" | "host", row, arguments) of communication kernels and of ``record_param_comms``.
         self.collectives: list[tuple[str, int, CollectiveArguments]] = []
+        self.call_shapes = Sparse()  # host row of a call → (grid's blocks, block's threads), as ROCm has them
+        self.residents = Sparse()  # device row → threads of it that fit a multiprocessor at once
         self.unknown: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.categories: set[str] = set()  # as written
@@ -112,6 +115,8 @@ class Columns:
             self._section = self.sections + found.sections(action)
             if action < DEVICE:
                 self._add_host(events, action, *spans)
+            elif action == DEVICE + COMMUNICATION:
+                self._add_communication(events, *spans)
             elif action < MEMORY:
                 self._add_device(events, action - DEVICE, *spans)
             elif action == SYNC_MARK:
@@ -184,6 +189,19 @@ class Columns:
             processes = [number[str(event.pid)] for event in events]
         return {PROCESS: np.array(processes, dtype=np.int32), SECTION: self._section}
 
+    def _add_communication(self, events: list[Event], start: Array, end: Array, known: Array) -> None:
+        """``collective_comm`` is device work of some devices, and of others (oneCCL) a call on a thread of the host."""
+        args = arguments(events, DeviceArguments)
+        on_device = np.array([a.device is not None or a.stream is not None for a in args], dtype=bool)
+        section = self._section
+        for rows, add, kind in (
+            (np.flatnonzero(on_device), self._add_device, COMMUNICATION),
+            (np.flatnonzero(~on_device), self._add_host, ANNOTATION),
+        ):
+            if len(rows):
+                self._section = section[rows]
+                add([events[row] for row in rows.tolist()], kind, start[rows], end[rows], known[rows])
+
     def _add_device(self, events: list[Event], kind: int, start: Array, end: Array, known: Array) -> None:
         args = arguments(events, DeviceArguments)
         names = self._codes(events)
@@ -211,7 +229,7 @@ class Columns:
             "name": names,
             "bytes": self._whole([a.bytes for a in args]),
             "correlation": self._whole([a.correlation for a in args]),
-            **self._launch_shapes(args),
+            **self._launch_shapes(args, known),
             **self._origin(events),
         }
         self.device.append(_kept(columns, known))
@@ -225,7 +243,7 @@ class Columns:
             "kind": np.full(len(events), kind, dtype=np.uint8),
             "thread": self._thread_numbers(events),
             "name": names,
-            **self._host_arguments(events, kind),
+            **self._host_arguments(events, kind, known),
             SECTION: self._section,
         }
         if kind == OPERATOR:
@@ -234,20 +252,27 @@ class Columns:
         self.host.append(_kept(columns, known))
         self._host_rows += int(np.count_nonzero(known))
 
-    def _launch_shapes(self, args: list[DeviceArguments]) -> dict[str, Array]:
+    def _launch_shapes(self, args: list[DeviceArguments], known: Array) -> dict[str, Array]:
         """Grids, blocks, graph nodes and occupancies of device work."""
         product = self._products
         graph, node = self._whole([a.graph for a in args]), self._whole([a.graph_node for a in args])
         # Kineto writes node 0 of graph 0 for work that is in no graph.
         in_graph = (node != MISSING) & ((graph > 0) | ((graph == MISSING) & (node != 0)))
+        threads = np.array([product[bytes(a.block)] for a in args], dtype=np.int64)
+        for position, a in enumerate(args):
+            if a.achieved is None and a.occupancy:
+                active = active_blocks(a.occupancy)
+                if active and threads[position] != MISSING and known[position]:
+                    row = self._device_rows + int(np.count_nonzero(known[:position]))
+                    self.residents.add(row, (active * int(threads[position]),))
         return {
             "grid_blocks": np.array([product[bytes(a.grid)] for a in args], dtype=np.int64),
-            "block_threads": np.array([product[bytes(a.block)] for a in args], dtype=np.int64),
+            "block_threads": threads,
             "graph_node": np.where(in_graph, node, MISSING),
             "occupancy": numbers([a.achieved for a in args]) / 100.0,
         }
 
-    def _host_arguments(self, events: list[Event], kind: int) -> dict[str, Array]:
+    def _host_arguments(self, events: list[Event], kind: int, known: Array) -> dict[str, Array]:
         """Of a host kind the arguments that it has: runtime calls correlations, operators texts, Python nothing."""
         columns: dict[str, Array] = {
             name: np.full(len(events), MISSING, dtype=np.int64)
@@ -260,7 +285,9 @@ class Columns:
         if kind == PYTHON:
             return columns
         if kind == RUNTIME:
-            columns["correlation"] = self._whole([a.correlation for a in arguments(events, CallArguments)])
+            calls = arguments(events, CallArguments)
+            columns["correlation"] = self._whole([a.correlation for a in calls])
+            self._keep_call_shapes(calls, known)
             return columns
         args = arguments(events, HostArguments)
         text = self._texts
@@ -277,6 +304,15 @@ class Columns:
         columns["forward_thread"] = np.where(forward == 0, MISSING, forward)
         columns["flops"] = numbers([a.flops for a in args])
         return columns
+
+    def _keep_call_shapes(self, calls: list[CallArguments], known: Array) -> None:
+        product = self._products
+        before = self._host_rows
+        for call, kept in zip(calls, known.tolist(), strict=True):
+            if kept:
+                if call.grid:
+                    self.call_shapes.add(before, (product[bytes(call.grid)], product[bytes(call.block)]))
+                before += 1
 
     def _add_syncs(self, events: list[Event], start: Array, end: Array, known: Array) -> None:
         """Waits as the profiler saw them on the device; ``cuda_event`` says where an event was recorded."""

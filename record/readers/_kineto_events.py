@@ -23,6 +23,7 @@ __all__ = [
     "LabelArguments",
     "MemoryArguments",
     "SyncArguments",
+    "active_blocks",
     "arguments",
     "decode_events",
     "lenient_event",
@@ -88,6 +89,8 @@ class CallArguments(msgspec.Struct, gc=False):
     """``args`` of runtime and driver calls."""
 
     correlation: Any = None
+    grid: msgspec.Raw = _NOTHING
+    block: msgspec.Raw = _NOTHING
 
 
 class SyncArguments(
@@ -217,6 +220,18 @@ class ExactEvent(Event, gc=False):
 
     ts: msgspec.Raw = _NOTHING
     dur: msgspec.Raw = _NOTHING
+
+
+class _Occupancy(msgspec.Struct, gc=False, rename={"active": "activeBlocksPerMultiprocessor"}):
+    active: int = 0
+
+
+def active_blocks(text: msgspec.Raw) -> int:
+    """Blocks of a kernel that fit a multiprocessor at once, from ``occupancy``; 0 where it does not say."""
+    try:
+        return max(0, msgspec.json.decode(text, type=_Occupancy).active)
+    except DECODE_ERRORS:
+        return 0
 
 
 def arguments(events: Sequence[Event], kind: type[_Arguments]) -> list[_Arguments]:

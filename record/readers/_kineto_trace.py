@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import UnreadableInput
 from ..model import MISSING, DeviceInfo, Rank, Strings
@@ -31,6 +32,8 @@ from ._kineto_terms import groups_of
 __all__ = ["Trace", "parse", "rank_of"]
 
 FORMAT = "kineto"
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
@@ -92,8 +95,10 @@ def rank_of(trace: Trace, number: int, rank: int | None) -> Rank:
         metadata=_metadata(facts, distributed),
     )
     base = _integer(facts.baseTimeNanoseconds)
+    shapes = _shapes(trace, trace.parts[number])
     tables, marked = _own(trace, trace.parts[number])
     _fill(result, tables, marked, base if base is not None and abs(base) < 2**62 else 0, distributed)
+    _complete_launch_shapes(result, *shapes)
     single = len(trace.parts) == 1
     say_what_was_odd(result, trace.columns, trace.findings, said if single else None, trace.bare_list)
     _say_what_is_shared(result, trace.parts[number])
@@ -169,7 +174,10 @@ def _devices(properties: Any) -> Iterator[DeviceInfo]:
         if isinstance(entry, dict) and isinstance(entry.get("name"), str):
             index = _integer(entry.get("id"))
             yield DeviceInfo(
-                position if index is None else index, entry["name"], _integer(entry.get("totalGlobalMem"))
+                position if index is None else index,
+                entry["name"],
+                _integer(entry.get("totalGlobalMem")),
+                _integer(entry.get("numSms")),
             )
 
 
@@ -220,6 +228,38 @@ def _fill(
         result.synchronizations = synchronizations_table(columns, base_ns, strings)
     result.collectives, seen = collectives_table(marked, result.device, result.host, strings)
     result.groups = groups_of(distributed, seen)
+
+
+def _shapes(trace: Trace, part: Part) -> tuple[Array | None, Array | None]:
+    """Of a part's host rows the launch shapes, and of its device rows the occupancy, that stand elsewhere than is usual."""
+    none = np.empty(0, np.int64)
+    calls = trace.columns.call_shapes.of(part.rows.get("host", none))
+    resident = trace.columns.residents.of(part.rows.get("device", none))
+    properties = trace.facts.deviceProperties
+    most = {
+        _integer(entry.get("maxThreadsPerMultiprocessor"))
+        for entry in (properties if isinstance(properties, list) else ())
+        if isinstance(entry, dict)
+    }
+    limit = most.pop() if len(most) == 1 else None
+    if resident is None or not limit or limit < 0:
+        return calls, None
+    return calls, np.where(resident[:, 0] == MISSING, np.nan, np.minimum(resident[:, 0] / limit, 1.0))
+
+
+def _complete_launch_shapes(result: Rank, calls: Array | None, occupancy: Array | None) -> None:
+    """ROCm writes grid and block at the call; the newest Kineto what would fit beside what was achieved."""
+    device = result.device
+    if device is None:
+        return
+    if occupancy is not None:
+        own = device["occupancy"]
+        device.columns["occupancy"] = np.where(np.isnan(own), occupancy, own)
+    if calls is not None:
+        launch = device["launch"]
+        for position, name in enumerate(("grid_blocks", "block_threads")):
+            missing = (device[name] == MISSING) & (launch >= 0)
+            device[name][missing] = calls[launch[missing], position]
 
 
 def _join_launches(result: Rank) -> None:
