@@ -85,7 +85,7 @@ def parts_of(
             rows[name] = _of_device_rows(columns, host, of_host, units, _section(columns, in_turn))
             unclear += int(np.count_nonzero(rows[name] < 0)) if name == "device" else 0
     return [
-        Part(process, {name: np.flatnonzero(of == number) for name, of in rows.items()}, unclear)
+        Part(process, {name: np.flatnonzero(of == number) for name, of in rows.items()}, unclear=unclear)
         for number, process in enumerate(names)
     ]
 
@@ -235,23 +235,51 @@ def _by_device(device: Columns, rows: Array, calls: Mapping[int, _Calls], found:
     lags = np.stack(
         [calls[number].lag(device["correlation"][rows], device["start_ns"][rows]) for number in numbers]
     )
+    tied: dict[int, Array] = {}  # device → cost of each process that explains its work as well as any other
+    owners: set[int] = set()
+    of_key: dict[int, Array] = {}
     for key in np.unique(keys).tolist():
-        here = np.flatnonzero(keys == key)
+        of_key[key] = here = np.flatnonzero(keys == key)
         explained = lags[:, here] != MISSING
         launched = explained.any(axis=0)
         if not launched.any():
             continue
-        repeated = _repeated(device["correlation"][rows[here]])
         share = explained[:, launched].mean(axis=1)
-        best = np.flatnonzero(share >= share.max() - _CLEAR_LEAD)
-        if share.max() >= 1 - _CLEAR_LEAD and not repeated:
-            if len(best) > 1:  # all call alike: the owner's work follows its calls most closely
-                typical = [float(np.median(lags[index, here[launched]])) for index in best.tolist()]
-                best = best[[int(np.argmin(typical))]]
-            found[rows[here]] = numbers[int(best[0])]
+        if share.max() < 1 - _CLEAR_LEAD or _repeated(device["correlation"][rows[here]]):
+            alone = explained.sum(axis=0) == 1
+            found[rows[here[alone]]] = np.array(numbers, np.int32)[explained.argmax(axis=0)[alone]]
             continue
-        alone = explained.sum(axis=0) == 1
-        found[rows[here[alone]]] = np.array(numbers, np.int32)[explained.argmax(axis=0)[alone]]
+        best = share >= share.max() - _CLEAR_LEAD
+        if np.count_nonzero(best) == 1:
+            owners.add(int(np.argmax(best)))
+            found[rows[here]] = numbers[int(np.argmax(best))]
+        else:
+            tied[key] = np.where(best, _costs(lags[:, here[launched]]), np.inf)
+    for key, owner in _assigned(tied, owners).items():
+        found[rows[of_key[key]]] = numbers[owner]
+
+
+def _costs(lags: Array) -> Array:
+    """How far from its calls a device's work is, for each process. Work before its call is the least likely."""
+    far = np.where(lags == MISSING, np.nan, np.where(lags < 0, -4.0 * lags, lags))
+    return np.nanmedian(far, axis=1)
+
+
+def _assigned(tied: Mapping[int, Array], owners: set[int]) -> dict[int, int]:
+    """Devices that several processes explain equally well: the cheapest pairs first, and first those who own none."""
+    pairs = sorted(
+        (float(cost), key, owner)
+        for key, costs in tied.items()
+        for owner, cost in enumerate(costs.tolist())
+        if np.isfinite(cost)
+    )
+    found: dict[int, int] = {}
+    for once in (True, False):
+        for _, key, owner in pairs:
+            if key not in found and not (once and owner in owners):
+                found[key] = owner
+                owners.add(owner)
+    return found
 
 
 def _repeated(correlation: Array) -> bool:

@@ -204,6 +204,12 @@ def launches(device: Table, host: Table) -> Launches:
         found[rows] = np.where(doubtful, -1, candidates[np.maximum(chosen, 0)])
         unclear += int(np.count_nonzero(doubtful))
         shared += len(candidates) > 1
+    if unclear:  # then a call that launches once, and seems to have launched more, has some of another's work
+        many = np.bincount(found[found >= 0], minlength=len(host)) > 1
+        many &= ~names_that(lambda name: "GraphLaunch" in name, host.strings)[host["name"]]
+        doubtful = (found >= 0) & many[np.maximum(found, 0)]
+        found[doubtful] = -1
+        unclear += int(np.count_nonzero(doubtful))
     return Launches(found, unclear, shared)
 
 
