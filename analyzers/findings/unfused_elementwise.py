@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from trine.analyzers.results import Finding, Prediction, Recommendation
+from trine.analyzers.studies import result_of
+from trine.analyzers.studies.kernel_efficiency import KernelEfficiency
 from trine.analyzers.units import duration, percent
 
 from . import optimizer_bound
@@ -17,11 +19,28 @@ __all__ = ["ID", "KIND", "find"]
 ID = "unfused-elementwise"
 KIND: Literal["opportunity"] = "opportunity"
 
-#: Share of elementwise time that fusion saves: low, mid, high. A chain of k operations moves k round
-#: trips to memory, fused one; part of a trace's elementwise work stands alone and stays.
+#: Share of elementwise time that fusion saves where no device kernels were seen in order: low, mid, high. A chain of k
+#: operations moves k round trips to memory, fused one; part of a trace's elementwise work stands alone and stays.
+#: Where they were, the chains themselves say (``studies/_fusion.py``).
 SAVED = (0.15, 0.4, 0.65)
 #: Attention by hand: its scores are written and read several times; a fused one never stores them.
 ATTENTION_BY_HAND = ("eager", "math", "manual", "by hand")
+
+
+def _study(facts: Facts) -> KernelEfficiency | None:
+    """The study of kernels, where it saw a device's kernels in their order."""
+    result = result_of(facts.analysis, "kernel_efficiency", KernelEfficiency)
+    return result if result is not None and result.basis == "device" else None
+
+
+def _saved(facts: Facts) -> tuple[float, float, float]:
+    """Shares of elementwise time that fusion saves: as this run's chains say, else :data:`SAVED`."""
+    result = _study(facts)
+    elementwise = result.classes.get("elementwise", 0) if result is not None else 0
+    if result is None or elementwise <= 0:
+        return SAVED
+    low, mid, high = (min(saved / elementwise, 1.0) for saved in result.chain_totals[3:])
+    return low, mid, high
 
 
 def _elementwise(rank: RankFacts) -> Part | None:
@@ -46,19 +65,25 @@ def _optimizer_gain(facts: Facts) -> tuple[float, tuple[float, float, float]] | 
 def _predict(
     facts: Facts, elementwise_ns: int, optimizer: tuple[float, tuple[float, float, float]] | None
 ) -> Prediction | None:
+    own_saved = _saved(facts)
     optimizer_ns, optimizer_saved = optimizer if optimizer is not None else (0.0, (0.0, 0.0, 0.0))
     stake = elementwise_ns + optimizer_ns
     if stake <= 0:
         return None
     saved = tuple(
         (elementwise_ns * own + optimizer_ns * other) / stake
-        for own, other in zip(SAVED, optimizer_saved, strict=True)
+        for own, other in zip(own_saved, optimizer_saved, strict=True)
     )
-    formula = "elementwise × share that fusion saves + optimizer × (1 − 1 ÷ speed-up of the fused one)"
+    measured = _study(facts) is not None
+    formula = (
+        "elementwise × share that fusion saves"
+        + (" (reads and writes between neighbours of this run's chains)" if measured else "")
+        + " + optimizer × (1 − 1 ÷ speed-up of the fused one)"
+    )
     inputs: dict[str, float | int | str] = {
         "elementwise_ns": elementwise_ns,
         "optimizer_ns": round(optimizer_ns),
-        "elementwise_saved_mid": SAVED[1],
+        "elementwise_saved_mid": round(own_saved[1], 3),
         "optimizer_saved_mid": round(optimizer_saved[1], 3),
     }
     return predict(facts, stake, saved, formula, inputs)  # type: ignore[arg-type]
@@ -97,6 +122,7 @@ def find(facts: Facts) -> Finding | None:
             "attention": facts.about("attention"),
             "compiled": facts.about("compile"),
             "top": _top(facts, part),
+            **_chains(facts, part),
         },
         recommendation=Recommendation(
             change=change,
@@ -107,6 +133,23 @@ def find(facts: Facts) -> Finding | None:
         ),
         severity=prediction.gain_ns.mid / step_ns,
     )
+
+
+def _chains(facts: Facts, part: Part | None) -> dict[str, Any]:
+    """The chains that would gain most, where the device's kernels were seen."""
+    result = _study(facts)
+    if part is None or result is None or not result.chains:
+        return {}
+    count, kernels, *_ = result.chain_totals
+    ordered = sorted(result.chains, key=lambda chain: -chain.saved_ns[1])[:3]
+    return {
+        "chains": count,
+        "chained_kernels": kernels,
+        "top_chains": [
+            {"operators": chain.operators, "count": chain.count, "saved_ns": chain.saved_ns[1]}
+            for chain in ordered
+        ],
+    }
 
 
 def _top(facts: Facts, part: Part | None) -> list[dict[str, Any]]:
