@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trine.optim.config import APPLIED
 from trine.record.model import PHASES
 
 from .results import (
@@ -212,6 +213,7 @@ def _recommendation(recommendation: Recommendation | None) -> dict[str, Any] | N
         "change": recommendation.change,
         "why": recommendation.why,
         "numerics": recommendation.numerics,
+        "not_applied_by_runtime": sorted(set(recommendation.change) - APPLIED),
         "predicted": None
         if predicted is None
         else {

@@ -23,6 +23,7 @@ from trine.optim._schema import Key, foreign_name, spell
 from trine.record.errors import UnreadableInput, UsageError
 
 __all__ = [
+    "APPLIED",
     "Accumulation",
     "Activations",
     "Checkpointing",
@@ -35,6 +36,26 @@ __all__ = [
     "Precision",
     "Zero",
 ]
+
+#: The keys that this version's runtime applies. Reports say of the others that they are to be set elsewhere; a test
+#: holds this equal to what the techniques answer for.
+APPLIED = frozenset(
+    {
+        "accumulation.steps",
+        "communication.bucket_mib",
+        "communication.first_bucket_mib",
+        "communication.gradient_as_view",
+        "communication.static_graph",
+        "compute.attention",
+        "compute.compile",
+        "compute.fuse",
+        "data.pin_memory",
+        "data.prefetch",
+        "data.workers",
+        "parallel.data",
+        "precision.dtype",
+    }
+)
 
 
 def _key(default: Any, *kinds: type, **rules: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from trine.analyzers.results import Analysis, Finding, RankResult
 from trine.analyzers.units import count, duration, percent, rank_list, size
 from trine.analyzers.verdict import value_text
+from trine.optim.config import APPLIED
 
 from . import _exchange, _sections, studies
 from ._cells import Limits
@@ -145,7 +146,13 @@ def _card(number: int, finding: Finding, text: Mapping[str, str]) -> FindingCard
         gain=_gain_words(finding, text),
         formula=text["formula"].format(formula=clean(predicted.formula)) if predicted is not None else "",
         evidence=tuple((clean(key), _evidence_words(key, value)) for key, value in finding.evidence.items()),
+        caution=_caution(change, text),
     )
+
+
+def _caution(change: Mapping[str, Any], text: Mapping[str, str]) -> str:
+    foreign = [clean(key) for key in change if key not in APPLIED]
+    return text["not_applied"].format(keys=", ".join(foreign)) if foreign else ""
 
 
 def _gain_words(finding: Finding, text: Mapping[str, str]) -> str:

@@ -160,6 +160,7 @@ class FindingCard:
     gain: str
     formula: str
     evidence: tuple[tuple[str, str], ...]
+    caution: str = ""  # keys of the change that this version's runtime does not apply
 
 
 @dataclass(frozen=True, slots=True)

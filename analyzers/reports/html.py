@@ -163,6 +163,7 @@ def _finding(card: FindingCard, text: Mapping[str, str]) -> str:
     change = "\n".join(f"{key} = {value}" for key, value in card.change)
     evidence = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in card.evidence)
     rows = [(text["gain"], card.gain), (text["side_effect"], card.numerics), (text["why"], card.why)]
+    rows.append((text["caution"], card.caution))
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in rows if value)
     return (
         f'<article class="finding {card.kind}"><p class="kind">{escape(card.kind_words)} · {escape(card.severity)}'

@@ -116,6 +116,8 @@ def _finding(card: FindingCard) -> str:
     if card.why:
         lines.append(_escape(card.why))
     facts = [f"- gain: {_escape(card.gain)}"]
+    if card.caution:
+        facts.insert(0, f"- {_escape(card.caution)}")
     if card.numerics:
         facts.append(f"- numbers: {_escape(card.numerics)}")
     if card.formula:

@@ -172,6 +172,8 @@ class _Writer:
             self.wrapped(f"{change}  ({card.why})", 9, first="  " + self.text["set"])
         else:
             self.wrapped(card.why or self.text["by_hand"], 9, first="  " + self.text["do"])
+        if card.caution:
+            self.wrapped(card.caution, 9, "dim")
         self.wrapped(card.gain, 9, first="  " + self.text["gain"])
         if card.numerics:
             self.wrapped(self.text["numerics"].format(text=card.numerics), 9, "dim")

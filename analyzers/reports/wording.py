@@ -49,6 +49,8 @@ ENGLISH: Mapping[str, str] = {
     "cost_words": "costs {mid} a {unit} ({low} to {high})",
     "no_gain": "not predicted: this run lacks what it takes",
     "frees": "frees {bytes} at the peak",
+    "not_applied": "Trine's own runtime does not apply {keys} yet: set it in your framework",
+    "caution": "note",
     "numerics": "numbers: {text}",
     "formula": "predicted as {formula}",
     "evidence": "evidence",

@@ -14,6 +14,7 @@ from trine.dashboard.components import copy_button
 from trine.dashboard.parts import pairs, pill, section, table
 from trine.dashboard.urls import State
 from trine.dashboard.view import View
+from trine.optim.config import APPLIED
 
 if TYPE_CHECKING:
     from trine.analyzers.results import Analysis, Finding, Gain, Recommendation
@@ -137,6 +138,10 @@ def _advice(advice: Recommendation | None, gain: Gain | None, step_ns: int | Non
     if advice.change:
         text = toml_of(advice.change)
         parts.append(html.Div([html.Pre(text), copy_button(text, "Copy this change")], className="change"))
+        foreign = ", ".join(sorted(set(advice.change) - APPLIED))
+        if foreign:
+            words_of_it = f"Trine's own runtime does not apply {foreign} yet: set it in your framework."
+            parts.append(html.P(words_of_it, className="quiet"))
     parts.append(html.P(advice.why))
     parts.append(html.H3("Predicted gain"))
     if gain is None:

@@ -266,3 +266,30 @@ def test_every_language_has_every_word_with_the_same_places() -> None:
 def test_an_unknown_language_is_refused_in_one_line() -> None:
     with pytest.raises(UsageError, match="--lang takes en"):
         words("tlh")
+
+
+# --- what the runtime does not apply -----------------------------------------------------------------
+
+
+def test_a_change_that_our_runtime_does_not_apply_is_said() -> None:
+    """A recommendation that ``trine.optimize`` would refuse must not look like one that it takes."""
+    from trine.analyzers.contract import to_json
+    from trine.analyzers.results import Finding, Recommendation
+
+    change = {"zero.stage": 2, "precision.dtype": "bf16"}
+    finding = Finding("x", "opportunity", "A title", {}, Recommendation(change, "Why.", "unchanged", None))
+    foreign = replace(build(), findings=(finding,))
+    own = replace(
+        foreign,
+        findings=(
+            replace(finding, recommendation=Recommendation({"precision.dtype": "bf16"}, "", "", None)),
+        ),
+    )
+    for render in (text.render, markdown.render, html.render):
+        said = re.sub(r"\s+", " ", render(foreign)).replace("&#x27;", "'")
+        assert "Trine's own runtime does not apply zero.stage yet" in said
+        assert "does not apply" not in render(own)
+    written = [
+        to_json(one)["findings"][0]["recommendation"]["not_applied_by_runtime"] for one in (foreign, own)
+    ]
+    assert written == [["zero.stage"], []]

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trine.optim.config import Compute, Config, Precision
+from trine.optim.config import APPLIED, Compute, Config, Precision
+from trine.optim.techniques import techniques
 from trine.record.errors import UnreadableInput, UsageError
 
 
@@ -130,6 +131,12 @@ def test_every_configuration_survives_toml(changes: dict[str, Any]) -> None:
     config = Config().with_changes(changes)
     assert Config.from_dict(tomllib.loads(config.to_toml())) == config
     assert config.changes() == changes
+
+
+def test_what_the_runtime_applies_is_what_techniques_answer_for() -> None:
+    assert {key for technique in techniques() for key in technique.KEYS} == APPLIED
+    default = Config()
+    assert all(hasattr(getattr(default, key.partition(".")[0]), key.partition(".")[2]) for key in APPLIED)
 
 
 def test_configuring_imports_no_torch() -> None:
