@@ -24,6 +24,11 @@ __all__ = ["summarize"]
 
 Array = npt.NDArray[Any]
 
+#: Notes of readers that say why a memory peak is a lower bound.
+_BOUND_SAID = frozenset(
+    {"memory-history-lost", "memory-no-history", "memory-no-segments", "memory-tensors-only"}
+)
+
 
 def summarize(rank: Rank, selection: Selection) -> RankSummary:
     """Every analysis of one rank alone.
@@ -41,7 +46,7 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
     bounds = (selected.start_ns, selected.end_ns) if selection.is_range else (None, None)
     memory = summarize_memory(rank, *bounds)
     _say_what_is_missing(rank, selection, selected, breakdown is not None, missing, quality)
-    if memory is not None and memory.lower_bound:
+    if memory is not None and memory.lower_bound and not _BOUND_SAID & {note.id for note in quality}:
         quality.append(
             Quality(
                 "memory-lower-bound",

@@ -1,0 +1,83 @@
+"""Leaks across steps: what is alive at the end of each step, by the place that allocated it, and grows.
+
+Memory differs within a step by gigabytes, and between the same points of two steps by nothing: what grows
+there grows for good. A place leaks where its bytes grow from step to step nearly always, and by enough to
+matter. The growth is the median of the slopes between all pairs of steps (Theil 1950, Sen 1968), which a
+third of odd steps cannot move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["MIN_STEPS", "Growth", "growing", "median_slope"]
+
+Array = npt.NDArray[Any]
+
+#: Step ends that must be seen, warm-up left out.
+MIN_STEPS = 5
+#: The first step fills caches and makes optimizer state.
+WARM_UP = 1
+#: Of the steps, the share in which a place must have grown.
+STEADY = 0.8
+#: Growth over the steps seen that counts: bytes, and as a share of the largest total.
+LEAST_BYTES = 1 << 20
+LEAST_SHARE = 0.005
+#: Step ends that are looked at; of more, as many evenly spread.
+_MOST_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A place (or the whole, -1) that grows: ``per_step_bytes`` between the first and last of ``steps`` step ends."""
+
+    place: int
+    per_step_bytes: float
+    first_bytes: int
+    last_bytes: int
+    steps: int
+
+
+def growing(place: Array, size: Array, start_ns: Array, end_ns: Array, ends_ns: Array) -> list[Growth]:
+    """Places that grow, the fastest first.
+
+    ``place`` (allocations,) numbers who allocated, ``size`` bytes, ``start_ns`` and ``end_ns`` when each lived (the
+    end past every step where it was not released), ``ends_ns`` (steps,) the steps' ends, ascending. Empty
+    where fewer than :data:`MIN_STEPS` steps are left after warm-up.
+    """
+    ends = ends_ns[WARM_UP:]
+    if len(ends) < MIN_STEPS or not len(place):
+        return []
+    stride = -(-len(ends) // _MOST_STEPS)
+    kept = ends[::stride]
+    names, number = np.unique(place, return_inverse=True)
+    levels = np.zeros((len(names), len(kept)), dtype=np.float64)
+    for column, when in enumerate(kept):
+        alive = (start_ns <= when) & (end_ns > when)
+        levels[:, column] = np.bincount(number[alive], weights=size[alive], minlength=len(names))
+    total = levels.sum(axis=0)
+    least = max(LEAST_BYTES, LEAST_SHARE * float(total.max()))
+    if total[-1] - total[0] < least:
+        return []  # what one place gains another gives back
+    found = []
+    for row in np.flatnonzero(levels[:, -1] - levels[:, 0] >= least).tolist():
+        level = levels[row]
+        steps = np.diff(level)
+        if (steps > 0).mean() < STEADY or (steps < 0).mean() > 1 - STEADY:
+            continue
+        slope = median_slope(level) / stride
+        if slope > 0:
+            found.append(
+                Growth(int(names[row]), slope, int(level[0]), int(level[-1]), (len(kept) - 1) * stride + 1)
+            )
+    return sorted(found, key=lambda growth: -growth.per_step_bytes)
+
+
+def median_slope(values: Array) -> float:
+    """Median of the slopes between all pairs of evenly spaced values, shape (n,), n ≥ 2."""
+    first, second = np.triu_indices(len(values), 1)
+    return float(np.median((values[second] - values[first]) / (second - first)))
