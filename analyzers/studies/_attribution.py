@@ -20,7 +20,7 @@ from trine.analyzers.selection import Selected
 from trine.analyzers.tables import self_times
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, Rank, Table
 
-__all__ = ["Attributed", "attribute", "enclosing"]
+__all__ = ["Attributed", "attribute", "dense", "enclosing"]
 
 Array = npt.NDArray[Any]
 
@@ -92,7 +92,7 @@ def _operators_of(host: Table | None, launch: Array) -> tuple[Array, Array]:
     nothing = np.full(len(launch), -1, dtype=np.int64)
     if host is None or not len(launch):
         return nothing, nothing
-    calls, inverse = np.unique(launch, return_inverse=True)
+    calls, inverse = dense(launch)
     known = calls >= 0
     innermost = np.full(len(calls), -1, dtype=np.int64)
     innermost[known] = enclosing(host, calls[known], host["kind"] == _OPERATOR)
@@ -130,3 +130,12 @@ def enclosing(host: Table, rows: Array, wanted: Array) -> Array:
         inside = above >= 0
         active = active[inside & ~wanted[np.maximum(above, 0)]]
     return np.asarray(found)
+
+
+def dense(codes: Array) -> tuple[Array, Array]:
+    """``np.unique`` with its inverse, for numbers from -1 up that are no larger than a table or a pool: no sort."""
+    counts = np.bincount(codes + 1)
+    found = np.flatnonzero(counts)
+    place = np.zeros(len(counts), dtype=np.int64)
+    place[found] = np.arange(len(found))
+    return found - 1, place[codes + 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from trine.record.model import DEVICE_KINDS, HOST_KINDS
 
+from ._attribution import dense
 from ._fusion import SMALL_NS, Chains, find_chains, small_kernels
 from ._kernel_part import KEPT, Grouped, kernel_word
 from ._kernel_rows import ChainTime
@@ -21,7 +23,7 @@ Array = npt.NDArray[Any]
 _COMPUTE = DEVICE_KINDS.index("compute")
 _ANNOTATION = HOST_KINDS.index("annotation")
 #: What a compiler of the model does not touch: gradients added up, buckets filled, collectives prepared.
-_NOT_THE_MODEL = ("torch::distributed", "torch.distributed", "AccumulateGrad", "c10d::")
+_NOT_THE_MODEL = re.compile(r"torch(?:::|\.)distributed|AccumulateGrad|c10d::")
 #: Spans in which the optimizer works: its fusion is another change than the model's.
 _OPTIMIZER = ("Optimizer.", "optimizer", "## optimizer")
 #: Inputs of an operator that are compared with what the one before wrote.
@@ -98,12 +100,15 @@ def _fusible(grouped: Grouped) -> Array:
     fusible = (grouped.classes == "elementwise") & (work.table["kind"][work.rows] == _COMPUTE)
     if host is None:
         return np.asarray(fusible)
-    values = host.strings.values
-    other = [code for code, text in enumerate(values) if any(word in text for word in _NOT_THE_MODEL)]
-    top = np.maximum(work.outermost, 0)
-    fusible &= ~((work.outermost >= 0) & np.isin(host["name"][top], other))
-    steps = [code for code, text in enumerate(values) if text.startswith(_OPTIMIZER)]
-    spans = np.flatnonzero((host["kind"] == _ANNOTATION) & np.isin(host["name"], steps))
+    known = work.outermost >= 0
+    names, place = dense(np.where(known, host["name"][np.maximum(work.outermost, 0)], -1).astype(np.int64))
+    texts = [host.strings.text(code) or "" for code in names.tolist()]
+    fusible &= ~np.array([_NOT_THE_MODEL.search(text) is not None for text in texts])[place]
+    spans = np.flatnonzero(host["kind"] == _ANNOTATION)
+    annotated = [
+        (host.strings.text(code) or "").startswith(_OPTIMIZER) for code in host["name"][spans].tolist()
+    ]
+    spans = spans[np.array(annotated, dtype=bool)]
     launched = work.launch >= 0
     at = host["start_ns"][np.maximum(work.launch, 0)]
     if len(spans):

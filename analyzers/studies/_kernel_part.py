@@ -14,7 +14,7 @@ from trine.analyzers.kernel_classes import classify
 from trine.analyzers.precision import matmul_dtype, on_tensor_cores
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Strings
 
-from ._attribution import Attributed
+from ._attribution import Attributed, dense
 from ._gemm import Fit, fit_of
 from ._kernel_rows import MOST_ROWS, OperatorTime, ProductKernel, ShapeTime
 from ._operator_work import work_of
@@ -90,7 +90,7 @@ class Grouped:
     @cached_property
     def kernel_names(self) -> tuple[Array, list[str], Array]:
         """(codes, names, code's position of each row) of what ran."""
-        codes, inverse = np.unique(self.work.table["name"][self.work.rows], return_inverse=True)
+        codes, inverse = dense(self.work.table["name"][self.work.rows].astype(np.int64))
         return codes, [self.strings.text(code) or "unnamed" for code in codes.tolist()], inverse
 
     @cached_property
@@ -111,21 +111,38 @@ class Grouped:
         """Time of each group, int64."""
         return _sums(self.key, self.work.ns, len(self.names))
 
+    def first_rows(self, operators: Array) -> Array:
+        """One row of each operator among ``operators`` (a host row for each row of the work, -1 for none)."""
+        host = self.work.host
+        places = np.arange(len(operators))
+        if host is None:
+            return places[:0]
+        first = np.full(len(host) + 1, -1, dtype=np.int64)
+        first[operators] = places  # the last one wins; -1 falls on the entry beyond the table
+        return np.asarray(first[:-1][first[:-1] >= 0])
+
     @cached_property
     def calls(self) -> Array:
         """Calls of each group: operators, or rows where there is no operator."""
         operator = self.work.operator
-        _, first = np.unique(operator, return_index=True)
-        named = first[operator[first] >= 0]
-        counts = np.bincount(self.key[named], minlength=len(self.names))
+        counts = np.bincount(self.key[self.first_rows(operator)], minlength=len(self.names))
         return np.asarray(counts + np.bincount(self.key[operator < 0], minlength=len(self.names)))
+
+    @cached_property
+    def by_time(self) -> Array:
+        """Rows in order of their time."""
+        return np.argsort(self.work.ns, kind="stable")
+
+    def longest_in(self, groups: Array, count: int) -> Array:
+        """The row that took longest in each of ``groups``."""
+        longest = np.zeros(count, dtype=np.int64)
+        longest[groups[self.by_time]] = self.by_time  # the last one, which is the longest, wins
+        return longest
 
     @cached_property
     def longest(self) -> Array:
         """The row that took longest in each group."""
-        order = np.lexsort((self.work.ns, self.key))
-        last = np.flatnonzero(np.diff(np.append(self.key[order], len(self.names))))
-        return np.asarray(order[last])
+        return self.longest_in(self.key, len(self.names))
 
 
 def group(work: Attributed) -> Grouped:
@@ -204,12 +221,11 @@ def operator_rows(grouped: Grouped, outermost: bool) -> tuple[OperatorTime, ...]
         return ()
     rows = work.outermost if outermost else work.operator
     known = np.maximum(rows, 0)
-    codes, inverse = np.unique(np.where(rows >= 0, host["name"][known], -1), return_inverse=True)
+    codes, inverse = dense(np.where(rows >= 0, host["name"][known], -1).astype(np.int64))
     backward = (rows >= 0) & _is_backward(grouped)
     ns, kernels = _sums(inverse, work.ns, len(codes)), np.bincount(inverse)
     in_backward = _sums(inverse, np.where(backward, work.ns, 0), len(codes))
-    _, first = np.unique(rows, return_index=True)
-    calls = np.bincount(inverse[first[rows[first] >= 0]], minlength=len(codes))
+    calls = np.bincount(inverse[grouped.first_rows(rows)], minlength=len(codes))
     calls += np.bincount(inverse[rows < 0], minlength=len(codes))
     top = np.argsort(-ns, kind="stable")[:KEPT]
     kinds = _class_of_groups(grouped, inverse, len(codes))
@@ -231,15 +247,14 @@ def _is_backward(grouped: Grouped) -> Array:
     work, host = grouped.work, grouped.work.host
     assert host is not None
     top = np.maximum(work.outermost, 0)
-    engine = [code for code, text in enumerate(host.strings.values) if text.startswith(_EVALUATE)]
-    return np.asarray((host["forward_thread"][top] != MISSING) | np.isin(host["name"][top], engine))
+    names, place = dense(host["name"][top].astype(np.int64))
+    engine = np.array([(host.strings.text(code) or "").startswith(_EVALUATE) for code in names.tolist()])
+    return np.asarray((host["forward_thread"][top] != MISSING) | engine[place])
 
 
 def _class_of_groups(grouped: Grouped, groups: Array, count: int) -> list[str]:
     """Class of what took longest in each of ``groups``."""
-    order = np.lexsort((grouped.work.ns, groups))
-    last = order[np.flatnonzero(np.diff(np.append(groups[order], count)))]
-    return [str(label) for label in grouped.classes[last]]
+    return [str(label) for label in grouped.classes[grouped.longest_in(groups, count)]]
 
 
 def shape_rows(grouped: Grouped, multiprocessors: int | None) -> tuple[ShapeTime, ...]:
@@ -262,8 +277,7 @@ def _counted_flops(grouped: Grouped) -> Array:
     """Operations of each group as the profiler counted them, NaN where any call has none."""
     work, host = grouped.work, grouped.work.host
     assert host is not None
-    rows, first = np.unique(work.operator, return_index=True)
-    first = first[rows >= 0]
+    first = grouped.first_rows(work.operator)
     counted = host["flops"][work.operator[first]]
     # A convolution is counted where the program called it, several operators above its kernels.
     above = host["flops"][work.outermost[first]]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from trine.record.model import HOST_KINDS, MISSING, Table
 
-from ._attribution import Attributed, attribute, enclosing
+from ._attribution import Attributed, attribute, dense, enclosing
 from ._scope import Scope, Whole
 
 __all__ = ["KEY", "ModuleTime", "Modules", "join", "reduce", "to_json"]
@@ -109,7 +109,7 @@ def reduce(scope: Scope) -> Part | None:
 def _add(work: Attributed, host: Table, sums: dict[str, list[int]]) -> None:
     """Add work to the sums by its instance's path."""
     rows = np.where(work.operator >= 0, work.operator, work.launch)
-    spans, inverse = np.unique(rows, return_inverse=True)
+    spans, inverse = dense(rows)
     known = spans >= 0
     labels = np.full(len(spans), -1, dtype=np.int64)
     labels[known] = _labels(host, spans[known])
@@ -141,8 +141,13 @@ def _labels(host: Table, rows: Array) -> Array:
     lacking = np.flatnonzero(module < 0)
     if not len(lacking):
         return module
-    empty = [code for code, text in enumerate(host.strings.values) if _EMPTY_ANNOTATION.match(text)]
-    speaking = (host["kind"] == _ANNOTATION) & ~np.isin(host["name"], empty)
+    annotations = np.flatnonzero(host["kind"] == _ANNOTATION)
+    names, place = dense(host["name"][annotations].astype(np.int64))
+    speaks = np.array(
+        [not _EMPTY_ANNOTATION.match(host.strings.text(code) or "") for code in names.tolist()], dtype=bool
+    )
+    speaking = np.zeros(len(host), dtype=bool)
+    speaking[annotations] = speaks[place]
     if speaking.any():
         around = enclosing(host, rows[lacking], speaking)
         module[lacking] = np.where(around >= 0, host["name"][np.maximum(around, 0)], -1)
