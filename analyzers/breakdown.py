@@ -28,6 +28,8 @@ __all__ = [
     "break_down",
     "device_rows",
     "has_device_work",
+    "host_parts",
+    "receive_rows",
     "top_level_operators",
     "windows_in",
 ]
@@ -162,7 +164,7 @@ def _device_breakdown(rank: Rank, selected: Selected) -> tuple[Breakdown | None,
     copy = union(start[kind == _COPY], end[kind == _COPY])
     any_work = union(start, end)
     gaps = complement(any_work, *window)
-    receive = np.isin(rows, _receive_rows(rank.collectives))
+    receive = np.isin(rows, receive_rows(rank.collectives))
     causes = device_idle(gaps, start, device["launch"][rows], receive, rank.host)
     return (
         _partition(window, compute, communication, copy, causes, "device", selected.steps, len(rows)),
@@ -170,19 +172,21 @@ def _device_breakdown(rank: Rank, selected: Selected) -> tuple[Breakdown | None,
     )
 
 
-def _receive_rows(collectives: Table | None) -> Array:
+def receive_rows(collectives: Table | None) -> Array:
+    """Rows of ``device`` that are pipeline receives."""
     if collectives is None or not len(collectives):
         return np.empty(0, dtype=np.int64)
     codes = [code for code, text in enumerate(collectives.strings.values) if is_receive(text)]
     return np.asarray(collectives["device_row"][np.isin(collectives["operation"], codes)])
 
 
-def _host_breakdown(rank: Rank, selected: Selected) -> tuple[Breakdown | None, str | None]:
+def host_parts(rank: Rank, selected: Selected) -> tuple[tuple[int, int], Spans, Spans, int] | str:
+    """Window, compute, communication and number of spans of a rank without a device, or why there are none."""
     operators = top_level_operators(rank.host)
     collectives = _collective_spans(rank.collectives)
     starts = [spans.start for spans in (operators, collectives) if len(spans.start)]
     if not starts:
-        return None, "the trace holds neither device events nor host operators"
+        return "the trace holds neither device events nor host operators"
     bounds = [(selected.start_ns, selected.end_ns)] if selected.start_ns is not None else []
     if selected.everything:
         bounds += [
@@ -192,16 +196,24 @@ def _host_breakdown(rank: Rank, selected: Selected) -> tuple[Breakdown | None, s
         ]
     known = [(start, end) for start, end in bounds if start is not None and end is not None]
     if not known:
-        return None, "the selected steps have no start or end"
+        return "the selected steps have no start or end"
     window = (min(start for start, _ in known), max(end for _, end in known))
     if window[1] <= window[0]:
-        return None, "the selected steps have no length"
+        return "the selected steps have no length"
     compute = clip(union(operators.start, operators.end), *window)
     communication = clip(union(collectives.start, collectives.end), *window)
-    causes = host_idle(complement(compute | communication, *window), rank.host)
     events = int(((operators.end > window[0]) & (operators.start < window[1])).sum()) + int(
         ((collectives.end > window[0]) & (collectives.start < window[1])).sum()
     )
+    return window, compute, communication, events
+
+
+def _host_breakdown(rank: Rank, selected: Selected) -> tuple[Breakdown | None, str | None]:
+    parts = host_parts(rank, selected)
+    if isinstance(parts, str):
+        return None, parts
+    window, compute, communication, events = parts
+    causes = host_idle(complement(compute | communication, *window), rank.host)
     return _partition(window, compute, communication, EMPTY, causes, "host", selected.steps, events), None
 
 

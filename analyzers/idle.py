@@ -9,6 +9,7 @@ that ends in a pipeline receive is the pipeline's *bubble*, whole. What has no l
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,30 @@ import numpy.typing as npt
 
 from trine.record.model import HOST_KINDS, Table
 
-from .intervals import EMPTY, Spans, covered, difference, measure, union
+from .intervals import EMPTY, Spans, covered, difference, union
 from .results import IdleCauses
 
-__all__ = ["device_idle", "host_idle", "is_receive"]
+__all__ = ["CAUSES", "Gaps", "device_gaps", "device_idle", "host_gaps", "host_idle", "is_receive"]
 
 Array = npt.NDArray[Any]
 
+#: In the order of the contract.
+CAUSES = tuple(field.name for field in fields(IdleCauses))
+
 _LOADER = HOST_KINDS.index("loader")
 _SYNC = HOST_KINDS.index("sync")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gaps:
+    """Idle spans one by one, shape (gaps,). ``ending`` is the position of the event that ends each, among the
+    events given; ``launched_ns`` is when that event was launched, cut to the gap; ``causes`` holds ns by
+    cause, which sum to each gap."""
+
+    spans: Spans
+    ending: Array
+    launched_ns: Array
+    causes: dict[str, Array]
 
 
 def is_receive(operation: str | None) -> bool:
@@ -39,8 +55,15 @@ def device_idle(gaps: Spans, start: Array, launch: Array, receive: Array, host: 
     events, shape (events,): start in ns, row of the launching call in ``host`` (-1 none), whether it
     is a pipeline receive. Every gap must end where an event starts.
     """
-    if not len(gaps.start):
-        return IdleCauses()
+    return _totals(device_gaps(gaps, start, launch, receive, host).causes)
+
+
+def device_gaps(gaps: Spans, start: Array, launch: Array, receive: Array, host: Table | None) -> Gaps:
+    """As :func:`device_idle`, gap by gap, with the event that ended each."""
+    count = len(gaps.start)
+    causes = {name: np.zeros(count, dtype=np.int64) for name in CAUSES}
+    if not count:
+        return Gaps(gaps, np.empty(0, dtype=np.int64), gaps.start, causes)
     lengths = gaps.end - gaps.start
     called = np.full(len(start), np.iinfo(np.int64).max, dtype=np.int64)
     thread = np.full(len(start), -1, dtype=np.int64)
@@ -54,28 +77,37 @@ def device_idle(gaps: Spans, start: Array, launch: Array, receive: Array, host: 
 
     split = np.clip(called, gaps.start, gaps.end)
     before = known & ~bubble
-    dependency = int((gaps.end - split)[before].sum())
+    causes["bubble"][bubble] = lengths[bubble]
+    causes["other"][~known & ~bubble] = lengths[~known & ~bubble]
+    causes["dependency"][before] = (gaps.end - split)[before]
     data, sync = _doings(gaps.start[before], split[before], thread[before], host)
-    return IdleCauses(
-        data=data,
-        host=int((split - gaps.start)[before].sum()) - data - sync,
-        sync=sync,
-        dependency=dependency,
-        bubble=int(lengths[bubble].sum()),
-        other=int(lengths[~known & ~bubble].sum()),
-    )
+    causes["data"][before], causes["sync"][before] = data, sync
+    causes["host"][before] = (split - gaps.start)[before] - data - sync
+    return Gaps(gaps, ending, split, causes)
 
 
 def host_idle(gaps: Spans, host: Table | None) -> IdleCauses:
     """Causes where the host itself does the work: in the loader, in a blocking call, else between
     operators (Python). No launch splits a gap here, so nothing is *dependency* or *other*."""
-    idle = measure(gaps)
+    return _totals(host_gaps(gaps, host))
+
+
+def host_gaps(gaps: Spans, host: Table | None) -> dict[str, Array]:
+    """As :func:`host_idle`, gap by gap: cause → ns, shape (gaps,)."""
+    lengths = gaps.end - gaps.start
+    causes = {name: np.zeros(len(lengths), dtype=np.int64) for name in CAUSES}
     if host is None:
-        return IdleCauses(other=idle)
+        causes["other"] = lengths
+        return causes
     loader, sync = _loader_and_sync(host, np.ones(len(host), dtype=bool))
-    data = int(covered(gaps, loader.start, loader.end).sum())
-    blocked = int(covered(gaps, sync.start, sync.end).sum())
-    return IdleCauses(data=data, sync=blocked, host=idle - data - blocked)
+    causes["data"] = covered(loader, gaps.start, gaps.end)
+    causes["sync"] = covered(sync, gaps.start, gaps.end)
+    causes["host"] = lengths - causes["data"] - causes["sync"]
+    return causes
+
+
+def _totals(causes: dict[str, Array]) -> IdleCauses:
+    return IdleCauses(**{name: int(amount.sum()) for name, amount in causes.items()})
 
 
 def _ending_events(gaps: Spans, start: Array, called: Array, thread: Array) -> Array:
@@ -89,19 +121,19 @@ def _any_at(times: Array, start: Array) -> Array:
     return np.isin(times, start)
 
 
-def _doings(start: Array, end: Array, thread: Array, host: Table | None) -> tuple[int, int]:
-    """How much of the spans the launching threads spent in the loader and in blocking calls."""
+def _doings(start: Array, end: Array, thread: Array, host: Table | None) -> tuple[Array, Array]:
+    """How much of each span the launching thread spent in the loader and in blocking calls."""
+    data, sync = np.zeros(len(start), dtype=np.int64), np.zeros(len(start), dtype=np.int64)
     if host is None or not len(start):
-        return 0, 0
-    data = sync = 0
+        return data, sync
     relevant = (host["kind"] == _LOADER) | (host["kind"] == _SYNC)
     for one in np.unique(host["thread"][relevant]):
         mine = thread == one
         if not mine.any():
             continue
         loader, blocked = _loader_and_sync(host, relevant & (host["thread"] == one))
-        data += int(covered(loader, start[mine], end[mine]).sum())
-        sync += int(covered(blocked, start[mine], end[mine]).sum())
+        data[mine] = covered(loader, start[mine], end[mine])
+        sync[mine] = covered(blocked, start[mine], end[mine])
     return data, sync
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,12 @@ _SYNCHRONIZATION = CATEGORIES.index("synchronization")
 #: Names whose disappearance is replayed: those that hold most of the path, of each view.
 MOST_ENTRIES = 10
 MOST_BLOCKING = 6
+#: Frames that are not the user's own.
+_FOREIGN_FRAME = re.compile(
+    r"site-packages/|dist-packages/|^<built-in|^torch/|/torch/|^nn\.Module|^<frozen|lib/python\d"
+)
+#: Characters of a place in a program.
+MOST_WORDS = 160
 #: Shares of the path below this are not worth a replay.
 LEAST_SHARE = 0.002
 
@@ -163,7 +170,7 @@ def host_bounds(vanished: Vanished) -> list[Scenario]:
     everything = np.arange(len(vanished.timeline.start_ns))
     return [
         vanished.host(everything, nothing, no_wait),
-        vanished.blocking(np.ones(len(graph.waits), dtype=bool)),
+        vanished.blocking(graph.waits.row >= 0),
         vanished.work(graph.kind == _COMMUNICATION),
     ]
 
@@ -347,21 +354,25 @@ def _of_blocking(vanished: Vanished, path: Expanded) -> list[_Draft]:
 
 
 def where_of(host: Any, row: int) -> str | None:
-    """The call stack of a span, else the nearest frame of the user's own or annotation around it."""
+    """Where in the user's program a span lies: the nearest frame that is not torch's own, from a recorded
+    stack or from Python spans around it, else the nearest annotation; None where nothing says."""
     parent, found = row, None
     while parent >= 0:
         stack = host.strings.text(int(host["stack"][parent]))
         if stack:
-            return stack
+            return own_frame(stack)
         kind = int(host["kind"][parent])
         name = host.strings.text(int(host["name"][parent])) or ""
-        if (
-            kind == _PYTHON
-            and not name.startswith(("<built-in", "torch/", "nn.Module"))
-            and "/torch/" not in name
-        ):
-            return name
+        if kind == _PYTHON and not _FOREIGN_FRAME.search(name):
+            return str(name)[:MOST_WORDS]
         if kind == _ANNOTATION and found is None and not name.startswith("ProfilerStep#"):
-            found = name
+            found = str(name)[:MOST_WORDS]
         parent = int(host["parent"][parent])
     return found
+
+
+def own_frame(stack: str) -> str:
+    """Of a recorded stack, innermost first, the first frame that is not a library's."""
+    frames = [frame.strip() for frame in re.split(r"[;\n]", stack) if frame.strip()]
+    own = (frame for frame in frames if not _FOREIGN_FRAME.search(frame))
+    return next(own, frames[0] if frames else stack)[:MOST_WORDS]

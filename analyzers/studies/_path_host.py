@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trine.analyzers.breakdown import COLLECTIVE_OPERATOR
 from trine.record.model import HOST_KINDS, Table
 
-__all__ = ["Changes", "Timeline", "collective_names", "owners_of", "threads_of", "timeline_of"]
+__all__ = ["Changes", "Timeline", "collective_names", "owners_of", "step_marks", "threads_of", "timeline_of"]
 
 Array = npt.NDArray[Any]
 
@@ -128,10 +128,12 @@ def _latest_begun(host: Table, parts: list[Changes]) -> Changes:
     for number, (_, rows) in enumerate(parts):
         known = np.maximum(rows, 0)
         works = _AT_WORK[host["kind"][known]]
-        if len(exchanges):
-            works &= ~np.isin(host["name"][known], exchanges)
+        exchanging = np.isin(host["name"][known], exchanges)
+        works &= ~exchanging
         # Operators come before Python frames and before what merely waits for an exchange.
-        mine = np.where(rows >= 0, host["start_ns"][known] - origin + np.where(works, 2.0**52, 0.0), -np.inf)
+        # A mark that an exchange is in flight says nothing of what the host does.
+        shown = (rows >= 0) & (works | ~exchanging)
+        mine = np.where(shown, host["start_ns"][known] - origin + np.where(works, 2.0**52, 0.0), -np.inf)
         place = np.cumsum(source == number) - 1
         begun = np.maximum(place, 0)
         mine = np.where(place >= 0, mine[begun], -np.inf)
@@ -149,15 +151,18 @@ def owners_of(host: Table, rows: Array) -> Array:
         # A call straight from Python is named itself: the frame around it has its own time.
         under = (parent >= 0) & np.isin(host["kind"][np.maximum(parent, 0)], (_OPERATOR, _RUNTIME, _SYNC))
         owner = np.where(under, parent, owner)
-    marks = [
+    owner[np.isin(owner, step_marks(host))] = -1
+    return owner
+
+
+def step_marks(host: Table) -> Array:
+    """Rows that mark a whole step."""
+    names = [
         code
         for code, text in enumerate(host.strings.values)
-        if text[:12] == "ProfilerStep" and _STEP_MARK.match(text)
+        if text.startswith("ProfilerStep") and _STEP_MARK.match(text)
     ]
-    if marks:
-        is_mark = np.isin(host["name"][np.maximum(owner, 0)], marks) & (owner >= 0)
-        owner[is_mark] = -1
-    return owner
+    return np.flatnonzero(np.isin(host["name"], names)) if names else np.empty(0, dtype=np.int64)
 
 
 def collective_names(host: Table) -> Array:

@@ -1,0 +1,67 @@
+"""Whether the device is fed: how much launched work waits on it."""
+
+from __future__ import annotations
+
+from trine.analyzers.reports._cells import right, share
+from trine.analyzers.reports.document import Block, Paragraph, Section, Table
+from trine.analyzers.results import Analysis
+from trine.analyzers.studies.launch_queue import LaunchQueue, QueuePart, RankQueue
+from trine.analyzers.units import duration, percent
+
+__all__ = ["ORDER", "section"]
+
+ORDER = 24
+
+#: A queue that is never empty needs no table.
+_LEAST = 0.02
+#: CUDA holds this many launches; from here on the host waits for room, which is no loss.
+_FULL = 1_000
+
+
+def section(result: LaunchQueue, analysis: Analysis, most_rows: int) -> Section | None:
+    """A sentence, and a row a rank where the queue ran empty."""
+    if not result.ranks:
+        return None
+    worst = result.ranks[0]
+    blocks: list[Block] = [Paragraph(_summary(result, worst.queue))]
+    if result.host_bound_share >= _LEAST:
+        blocks.append(_table(result, most_rows))
+    return Section("launch-queue", "Does the host keep the device fed?", tuple(blocks))
+
+
+def _summary(result: LaunchQueue, queue: QueuePart) -> str:
+    lead = f"work starts {duration(result.median_lead_ns)} after its launch (median)"
+    if result.host_bound_share < _LEAST:
+        full = ", and the queue was full at times" if queue.deepest >= _FULL else ""
+        return (
+            f"Yes: work waits on the device {percent(1 - result.host_bound_share)} of the time{full}; {lead}."
+        )
+    return (
+        f"For {percent(result.host_bound_share)} of the time no launched work waits, and the host sets the pace "
+        f"({percent(result.starved_share)} with nothing to run at all); {lead}, and lasts "
+        f"{duration(queue.median_length_ns)}."
+    )
+
+
+def _table(result: LaunchQueue, most_rows: int) -> Table:
+    shown = result.ranks[:most_rows]
+    columns = right(
+        "rank", "nothing to run", "nothing waits", "work waits", "launch to start", "slowest tenth", "deepest"
+    )
+    left_out = result.ranks_left_out + len(result.ranks) - len(shown)
+    return Table(
+        columns, tuple(_row(one) for one in shown), note=f"{left_out} more ranks" if left_out else ""
+    )
+
+
+def _row(one: RankQueue) -> tuple[str, ...]:
+    queue = one.queue
+    return (
+        str(one.rank),
+        share(queue.starved_ns, queue.window_ns),
+        share(queue.last_ns, queue.window_ns),
+        share(queue.fed_ns, queue.window_ns),
+        duration(queue.median_lead_ns),
+        duration(queue.p90_lead_ns),
+        str(queue.deepest),
+    )
