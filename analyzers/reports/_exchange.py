@@ -107,6 +107,8 @@ def _heat(analysis: Analysis, text: Words, limits: Limits) -> Heat | None:
     totals: dict[str, int] = {}
     for cell in cells:
         totals[cell.collective] = totals.get(cell.collective, 0) + cell.wait_ns
+    if len(totals) < 2:  # one kind: the waits above say it all
+        return None
     kinds = sorted(totals, key=lambda kind: -totals[kind])[:12]
     at = {(cell.rank, cell.collective): cell for cell in cells}
     values = tuple(

@@ -110,7 +110,7 @@ def step_times(analysis: Analysis, text: Words, limits: Limits) -> Section | Non
     """Median, interval, warm-up, outliers; a line a rank."""
     statistics = analysis.step_statistics
     blocks: list[Block] = []
-    if statistics is not None:
+    if statistics is not None and statistics.count > 1:  # of a single one, the head says it all
         said = text["step_line"].format(
             median=duration(statistics.median_ns),
             low=duration(statistics.low_ns),

@@ -13,6 +13,7 @@ from trine.analyzers.results import Analysis, Finding, RankResult
 from trine.analyzers.units import count, duration, percent, rank_list, size
 from trine.analyzers.verdict import value_text
 from trine.optim.config import APPLIED
+from trine.record.model import Quality
 
 from . import _exchange, _sections, studies
 from ._cells import Limits
@@ -21,29 +22,40 @@ from .wording import words
 
 __all__ = ["compose"]
 
+#: Notes on what a source that shows no time could not say anyway.
+_OF_TIME = frozenset({"unknown-hardware", "no-mfu"})
+
 
 def compose(
-    analysis: Analysis, *, language: str = "en", most_ranks: int = 64, most_rows: int = 20
+    analysis: Analysis,
+    *,
+    language: str = "en",
+    most_ranks: int = 64,
+    most_rows: int = 20,
+    most_detail: int | None = None,
+    brief: bool = False,
 ) -> Document:
-    """The report of ``analysis``. At most ``most_ranks`` ranks and ``most_rows`` rows a table are taken; what
-    is left out is said under the table. Raises ``UsageError`` for a language that does not exist."""
+    """The report of ``analysis``. At most ``most_ranks`` ranks and ``most_rows`` rows a table are taken, in what studies add
+    ``most_detail``; what is left out is said under the table. ``brief`` names the studies without a result, and leaves
+    their reasons to the other forms. Raises ``UsageError`` for a language that does not exist."""
     text = words(language)
     shown, hidden = _pick_ranks(analysis.ranks, most_ranks)
     limits = Limits(shown, hidden, most_rows)
     timed = _shows_time(analysis)
-    sections = (
-        _findings(analysis, text),
-        _sections.where(analysis, text, limits) if timed else None,
-        _not_bound(analysis, text),
-        _sections.step_times(analysis, text, limits),
-        _exchange.communication(analysis, text, limits),
-        _exchange.memory(analysis, text, limits),
-        _sections.work(analysis, text, limits),
-        *studies.sections(analysis, most_rows),
-        _sections.utilisation(analysis, text) if timed else None,
-        _checklist(analysis, text) if timed else None,
-        _quality(analysis, text, most_rows * 2),
-    )
+    placed = [
+        (0, _findings(analysis, text)),
+        (10, _sections.where(analysis, text, limits) if timed else None),
+        (18, _not_bound(analysis, text)),
+        (19, _sections.step_times(analysis, text, limits)),
+        (30, _exchange.communication(analysis, text, limits)),
+        (40, _exchange.memory(analysis, text, limits)),
+        (50, _sections.work(analysis, text, limits)),
+        (78, _sections.utilisation(analysis, text) if timed else None),
+        (90, _checklist(analysis, text) if timed else None),
+        (95, _quality(analysis, text, most_rows * 2, brief)),
+        *studies.placed_sections(analysis, most_rows if most_detail is None else most_detail),
+    ]
+    placed.sort(key=lambda pair: pair[0])
     verdict = analysis.verdict
     return Document(
         title=text["title"],
@@ -54,7 +66,7 @@ def compose(
         triangle=verdict.triangle,
         hull=verdict.hull,
         sides=_sides(verdict.triangle, text),
-        sections=tuple(section for section in sections if section is not None),
+        sections=tuple(section for _, section in placed if section is not None),
         facts=_facts(analysis, text),
     )
 
@@ -221,41 +233,38 @@ def _checklist(analysis: Analysis, text: Mapping[str, str]) -> Section | None:
     return Section("checklist", text["checklist"], (Items(items),))
 
 
-def _quality(analysis: Analysis, text: Mapping[str, str], most: int) -> Section:
+def _quality(analysis: Analysis, text: Mapping[str, str], most: int, brief: bool) -> Section:
     if not analysis.data_quality:
         return Section("quality", text["quality"], (Paragraph(text["no_quality"]),))
+    timed = _shows_time(analysis)
     order = {"error": 0, "warning": 1, "info": 2}
     # The same note of many ranks is one line with its ranks.
     notes: dict[tuple[str, str, str], list[int]] = {}
+    unanswered: set[str] = set()
     for note in analysis.data_quality:
+        name = _unanswered(note)
+        if name is not None and (brief or not timed):
+            unanswered.add(name)
+            continue
+        if not timed and note.id in _OF_TIME:
+            continue
         ranks = notes.setdefault((note.severity, note.id, note.message), [])
         if note.rank is not None:
             ranks.append(note.rank)
-    if not _shows_time(analysis):
-        notes = _without_reasons(notes)
     ordered = sorted(notes.items(), key=lambda pair: order[pair[0][0]])
     items = []
     for (severity, id, message), ranks in ordered[:most]:
         where = f" ({rank_list(sorted(set(ranks)))})" if ranks else ""
         items.append((text[severity], f"{clean(id)}: {clean(message)}{where}", ""))
+    if unanswered:
+        items.append((text["info"], text["unanswered"].format(names=", ".join(sorted(unanswered))), ""))
     blocks: tuple[Any, ...] = (Items(tuple(items)),)
     if len(ordered) > most:
         blocks += (Paragraph(text["more_rows"].format(left=len(ordered) - most)),)
     return Section("quality", text["quality"], blocks)
 
 
-def _without_reasons(
-    notes: Mapping[tuple[str, str, str], list[int]],
-) -> dict[tuple[str, str, str], list[int]]:
-    """The notes without those on what a source that shows no time cannot say, which are counted instead."""
-    idle = ("unknown-hardware", "no-mfu")
-    left = [key for key in notes if key[0] == "info" and (" is null: " in key[2] or key[1] in idle)]
-    kept = {key: ranks for key, ranks in notes.items() if key not in left}
-    if left:
-        names = ", ".join(sorted(key[1].removeprefix("no-").replace("-", " ") for key in left))
-        kept[
-            "info",
-            "not-said",
-            f"what needs a trace or a record is left out: {names} (reasons: --format json)",
-        ] = []
-    return kept
+def _unanswered(note: Quality) -> str | None:
+    """The study that a note gives the reason for, in words; None for another note."""
+    name, null, _ = note.message.partition(" is null: ")
+    return name.replace("_", " ") if null and note.id == f"no-{name.replace('_', '-')}" else None

@@ -31,6 +31,7 @@ __all__ = [
     "clean",
     "fitting",
     "shorten",
+    "with_content",
 ]
 
 Point = tuple[float, float, float]
@@ -91,6 +92,20 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
     note: str = ""
+
+
+def with_content(table: Table) -> Table:
+    """The table without the columns in which nothing is known; the first always stays."""
+    kept = [
+        number
+        for number in range(len(table.columns))
+        if number == 0 or not table.rows or any(row[number] not in ("", "–") for row in table.rows)
+    ]
+    if len(kept) == len(table.columns):
+        return table
+    columns = tuple(table.columns[number] for number in kept)
+    rows = tuple(tuple(row[number] for number in kept) for row in table.rows)
+    return Table(columns, rows, table.title, table.note)
 
 
 @dataclass(frozen=True, slots=True)

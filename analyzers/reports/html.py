@@ -28,6 +28,7 @@ from .document import (
     Table,
     fitting,
     shorten,
+    with_content,
 )
 from .wording import words
 
@@ -139,6 +140,7 @@ def _figure(title: str, drawing: str, table: Table, text: Mapping[str, str]) -> 
 
 
 def _table(table: Table) -> str:
+    table = with_content(table)
     heads = "".join(
         f'<th class="{column.align}" scope="col">{escape(column.title)}</th>' for column in table.columns
     )

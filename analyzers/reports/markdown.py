@@ -27,6 +27,7 @@ from .document import (
     Table,
     fitting,
     shorten,
+    with_content,
 )
 from .wording import words
 
@@ -135,6 +136,7 @@ def _toml(change: tuple[tuple[str, str], ...]) -> str:
 def _table(table: Table) -> str:
     if not table.rows:
         return _escape(table.note)
+    table = with_content(table)
     head = "| " + " | ".join(_cell(column.title) for column in table.columns) + " |"
     rule = "|" + "|".join("---:" if column.align == "right" else ":---" for column in table.columns) + "|"
     rows = ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table.rows]

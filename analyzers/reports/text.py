@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import re
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.cells import cell_len
@@ -20,12 +18,12 @@ from trine.analyzers.results import Analysis
 from trine.analyzers.units import duration
 
 from ._cells import axis_words, printer
+from ._grid import head_lines, row_lines, widths_of, wrap
 from .content import compose
 from .document import (
     Areas,
     Bars,
     Block,
-    Column,
     Document,
     FindingCard,
     Heat,
@@ -36,6 +34,7 @@ from .document import (
     Series,
     Table,
     shorten,
+    with_content,
 )
 from .lanes import extent, letters, row_of_cells
 from .wording import words
@@ -46,6 +45,7 @@ WIDTH = 100
 #: Ranks and rows a terminal shows; the other forms show more.
 MOST_RANKS = 16
 MOST_ROWS = 10
+MOST_DETAIL = 6
 
 #: The look's colours; of each pair the one that reads on black and on white.
 COLOURS = {
@@ -61,14 +61,18 @@ COLOURS = {
 TEXTURES = ("█", "▓", "▒", "░", "■", "▪", "·")
 _MOST_LABEL = 20
 _LEVELS = "▁▂▃▄▅▆▇█"
-#: The space between a number and its unit.
-_UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµn]?s|[KMGT]?i?B(?:/s)?)(?![\w]))")
-_MEASURING = Console(file=io.StringIO(), width=WIDTH)
 
 
 def render(analysis: Analysis, *, colour: bool = False, width: int = WIDTH, language: str = "en") -> str:
     """The report as text, lines of at most ``width`` columns (60 to 100); ``colour`` adds ANSI colours."""
-    document = compose(analysis, language=language, most_ranks=MOST_RANKS, most_rows=MOST_ROWS)
+    document = compose(
+        analysis,
+        language=language,
+        most_ranks=MOST_RANKS,
+        most_rows=MOST_ROWS,
+        most_detail=MOST_DETAIL,
+        brief=True,
+    )
     return render_document(document, colour=colour, width=width, language=language)
 
 
@@ -103,7 +107,7 @@ class _Writer:
 
     def wrapped(self, text: str, indent: int = 0, style: str = "", first: str = "") -> None:
         """Words in lines; ``first`` stands before the first line, within the indent."""
-        for number, line in enumerate(_wrap(text, self.width - indent)):
+        for number, line in enumerate(wrap(text, self.width - indent)):
             lead = first.ljust(indent) if number == 0 else " " * indent
             self.line((lead, "dim" if first and number == 0 else ""), (line, style))
 
@@ -255,13 +259,15 @@ class _Writer:
     def table(self, table: Table) -> None:
         if not table.rows:
             return
+        table = with_content(table)
         if table.title:
             self.line((table.title, "underline"))
-        columns, rows = table.columns, [list(row) for row in table.rows]
-        widths = _widths(columns, rows, self.width)
-        self.line((_row([column.title for column in columns], columns, widths), "dim"))
-        for row in rows:
-            self.line(_row(row, columns, widths))
+        widths = widths_of(table.columns, table.rows, self.width)
+        for line in head_lines(table.columns, widths):
+            self.line((line, "dim"))
+        for row in table.rows:
+            for line in row_lines(row, table.columns, widths):
+                self.line(line)
         if table.note:
             self.wrapped(table.note, style="dim")
 
@@ -269,37 +275,6 @@ class _Writer:
 def _lead(labels: Iterable[str]) -> int:
     """Columns for the labels of a figure's rows."""
     return min(max([11, *(len(label) for label in labels)]), _MOST_LABEL) + 1
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    """Lines of whole words; a number stays with its unit."""
-    bound = _UNIT.sub("\u00a0", text)
-    lines = textwrap.wrap(bound, width, break_on_hyphens=False) or [""]
-    if any(cell_len(line) > width for line in lines):  # characters two cells wide
-        lines = [line.plain for line in Text(text).wrap(_MEASURING, width)]
-    return [line.replace("\u00a0", " ").rstrip() for line in lines]
-
-
-def _row(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:
-    padded = []
-    for cell, column, width in zip(cells, columns, widths, strict=True):
-        text = shorten(cell, width)
-        space = " " * max(width - cell_len(text), 0)
-        padded.append(space + text if column.align == "right" else text + space)
-    return "  ".join(padded)
-
-
-def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Natural widths; where the row is too long, flexible columns give way first, then the widest."""
-    widths = [
-        max(cell_len(column.title), *(cell_len(row[number]) for row in rows))
-        for number, column in enumerate(columns)
-    ]
-    while sum(widths) + 2 * (len(widths) - 1) > width:
-        flexible = [n for n, column in enumerate(columns) if column.flexible and widths[n] > 12]
-        widest = max(flexible or range(len(widths)), key=lambda n: widths[n])
-        widths[widest] -= 1
-    return widths
 
 
 def _cells(values: Sequence[float], room: int, longest: float) -> list[int]:

@@ -156,6 +156,7 @@ ENGLISH: Mapping[str, str] = {
     "info": "info",
     "warning": "warning",
     "error": "error",
+    "unanswered": "not answered for want of data: {names} (--format json says what each needs)",
     "more_rows": "{left} more not shown",
     "more_ranks": "{left} more ranks not shown; those shown are the slowest and the most waiting",
     "at_most": "at most",

@@ -44,8 +44,8 @@ def with_block(monkeypatch: pytest.MonkeyPatch):
     """An analysis whose report has one more section, of the given block."""
 
     def make(block: Block) -> Analysis:
-        found = (Section("drawn", "Drawn", (block,)),)
-        monkeypatch.setattr("trine.analyzers.reports.content.studies.sections", lambda *_: found)
+        found = ((60, Section("drawn", "Drawn", (block,))),)
+        monkeypatch.setattr("trine.analyzers.reports.content.studies.placed_sections", lambda *_: found)
         return diagnose(build())
 
     return make

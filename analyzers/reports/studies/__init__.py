@@ -1,6 +1,7 @@
 """Sections of the report: each module here says what the study of the same name found.
 
-A module has ``ORDER`` (where its section stands; lower comes first) and
+A module has ``ORDER`` (where its section stands among all of the report's; ``content.py`` has
+those of the others) and
 ``section(result, analysis, most_rows) -> Section | None``. It composes words, tables and figures of
 :mod:`trine.analyzers.reports.document` and computes nothing but shares for display.
 """
@@ -15,7 +16,7 @@ from typing import Any, Protocol, cast
 from trine.analyzers.reports.document import Section
 from trine.analyzers.results import Analysis
 
-__all__ = ["StudySection", "sections"]
+__all__ = ["StudySection", "placed_sections", "sections"]
 
 
 class StudySection(Protocol):
@@ -35,11 +36,16 @@ def _modules() -> tuple[tuple[str, StudySection], ...]:
     return tuple(sorted(found, key=lambda item: (item[1].ORDER, item[0])))
 
 
-def sections(analysis: Analysis, most_rows: int) -> tuple[Section, ...]:
-    """The sections of the studies that have a result, in order."""
+def placed_sections(analysis: Analysis, most_rows: int) -> tuple[tuple[int, Section], ...]:
+    """The sections of the studies that have a result, in order, each with its place in the report."""
     found = [
-        module.section(analysis.studies[key], analysis, most_rows)
+        (module.ORDER, module.section(analysis.studies[key], analysis, most_rows))
         for key, module in _modules()
         if key in analysis.studies
     ]
-    return tuple(section for section in found if section is not None)
+    return tuple((order, section) for order, section in found if section is not None)
+
+
+def sections(analysis: Analysis, most_rows: int) -> tuple[Section, ...]:
+    """The same without their places."""
+    return tuple(section for _, section in placed_sections(analysis, most_rows))
