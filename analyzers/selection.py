@@ -25,6 +25,9 @@ __all__ = ["Selected", "Selection", "parse_selection", "select", "selected_steps
 
 Array = npt.NDArray[Any]
 
+#: Formats that end their steps themselves: a record, and times that were written at the end of each iteration.
+_WHOLE_STEPS = frozenset({"trine", "pipeline_schedule"})
+
 _RANGE = re.compile(r"(\d*)\s*:\s*(\d*)")
 
 
@@ -82,12 +85,12 @@ def parse_selection(text: str) -> Selection:
 
 
 def select(rank: Rank, selection: Selection, *, foreign: bool | None = None) -> Selected:
-    """Apply a selection to a rank. ``foreign`` defaults to the rank's format not being ``trine``.
+    """Apply a selection to a rank. ``foreign`` defaults to whether the rank's format is one that may end within a step.
 
     Raises ``UsageError`` when step numbers were given and the rank has none of them.
     """
     if foreign is None:
-        foreign = rank.format != "trine"
+        foreign = rank.format not in _WHOLE_STEPS
     numbers = _numbers(rank.steps)
     if selection.is_range:
         chosen = [

@@ -1,0 +1,153 @@
+"""A stage's work told from its messages alone, where nothing names micro-batches.
+
+What comes from the stage before is a forward's input and what goes to the stage after is its output;
+gradients take the other way. So the computing between two messages belongs to the forward or backward that
+the second one ends. The first stage's backwards and the last stage's forwards end without a message: there
+the computing of both may lie in one piece, which is then called ``both``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trine.analyzers.breakdown import has_device_work, top_level_operators
+from trine.analyzers.intervals import Spans, union
+from trine.analyzers.kernel_classes import classify
+from trine.analyzers.operations import canonical_operation
+from trine.analyzers.selection import Selected
+from trine.record.model import DEVICE_KINDS, MISSING, Array, Rank
+
+__all__ = ["Messages", "from_messages"]
+
+_COMPUTE = DEVICE_KINDS.index("compute")
+_FORWARD, _BACKWARD, _BOTH = 0, 1, 4
+
+#: Messages of an iteration that make a pipeline: fewer are something else.
+FEWEST_MESSAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """``columns``: iteration, stage (−1), index, direction, start and end of each piece of work; ``busy``: all
+    computing; ``before`` and ``after``: ranks of the neighbours, None at the ends of the pipeline."""
+
+    columns: tuple[Array, ...]
+    busy: Spans
+    before: int | None
+    after: int | None
+
+
+def from_messages(rank: Rank, selected: Selected) -> Messages | None:
+    """The rank's pieces of work; None where its messages are not those of a pipeline's stage."""
+    found = _sends_and_receives(rank, selected)
+    if found is None:
+        return None
+    sends, peer, time, step = found
+    neighbours = _neighbours(sends, peer, step)
+    if neighbours is None:
+        return None
+    before, after = neighbours
+    begin, end = _computing(rank, selected)
+    if not len(begin):
+        return None
+    pieces = _pieces(begin, end, sends, peer, time, step, before, after)
+    return Messages(pieces, union(begin, end), before, after) if len(pieces[0]) else None
+
+
+def _sends_and_receives(rank: Rank, selected: Selected) -> tuple[Array, Array, Array, Array] | None:
+    """Of each message with a known peer: whether it is a send, the peer, its time (a send's start, a receive's
+    end) and its step; in the order of time."""
+    table = rank.collectives
+    if table is None or not len(table):
+        return None
+    kinds = [canonical_operation(text) for text in table.strings.values]
+    send = np.isin(table["operation"], [code for code, kind in enumerate(kinds) if kind == "send"])
+    receive = np.isin(table["operation"], [code for code, kind in enumerate(kinds) if kind == "recv"])
+    timed = (table["start_ns"] != MISSING) & (table["end_ns"] != MISSING)
+    rows = np.flatnonzero((send | receive) & (table["peer"] >= 0) & timed & selected.holds(table["step"]))
+    if len(rows) < FEWEST_MESSAGES:
+        return None
+    time = np.where(send[rows], table["start_ns"][rows], table["end_ns"][rows])
+    order = np.argsort(time, kind="stable")
+    rows = rows[order]
+    return send[rows], table["peer"][rows], time[order], table["step"][rows]
+
+
+def _neighbours(sends: Array, peer: Array, step: Array) -> tuple[int | None, int | None] | None:
+    """The stage before and the stage after, by what came first; None where they are not two at most."""
+    peers = np.unique(peer).tolist()
+    if len(peers) > 2:
+        return None
+    first = 0 if (step == MISSING).all() else int(np.flatnonzero(step == step.max())[0])
+    opens_with_send, other = bool(sends[first]), int(peer[first])
+    rest = [one for one in peers if one != other]
+    # The first stage begins by sending and has one neighbour; all others begin by receiving.
+    if opens_with_send:
+        return None if rest else (None, other)
+    return other, (rest[0] if rest else None)
+
+
+def _computing(rank: Rank, selected: Selected) -> tuple[Array, Array]:
+    """Starts and ends of computing, the optimizer's left out."""
+    if has_device_work(rank):
+        device = rank.device
+        assert device is not None
+        optimizer = [code for code, text in enumerate(device.strings.values) if classify(text) == "optimizer"]
+        keep = (
+            (device["kind"] == _COMPUTE)
+            & ~np.isin(device["name"], optimizer)
+            & selected.holds(device["step"])
+        )
+        rows = np.flatnonzero(keep & (device["end_ns"] > device["start_ns"]))
+        return device["start_ns"][rows], device["end_ns"][rows]
+    spans = top_level_operators(rank.host)
+    return spans.start, spans.end
+
+
+def _pieces(
+    begin: Array,
+    end: Array,
+    sends: Array,
+    peer: Array,
+    time: Array,
+    step: Array,
+    before: int | None,
+    after: int | None,
+) -> tuple[Array, ...]:
+    """The computing between two messages as one piece, named by what surrounds it.
+
+    Receives bound pieces on the first stage alone, where a backward ends without a message: elsewhere they
+    are posted ahead and end in the middle of other work.
+    """
+    bounds = np.ones(len(sends), dtype=bool) if before is None else sends
+    sends, peer, time, step = sends[bounds], peer[bounds], time[bounds], step[bounds]
+    place = np.searchsorted(time, begin, side="right")  # messages that came before it
+    order = np.argsort(place, kind="stable")
+    held, first = np.unique(place[order], return_index=True)
+    start = np.minimum.reduceat(begin[order], first)
+    done = np.maximum.reduceat(end[order], first)
+    direction = np.array([_direction(int(one), sends, peer, before, after) for one in held], dtype=np.int64)
+    # What follows the last message is of the step that this was in.
+    steps = step[np.minimum(held, len(step) - 1)]
+    iteration = np.where(steps == MISSING, 0, steps)
+    index = np.zeros(len(held), dtype=np.int64)
+    counts: dict[tuple[int, int], int] = {}
+    for row, key in enumerate(zip(steps.tolist(), direction.tolist(), strict=True)):
+        index[row] = counts[key] = counts.get(key, -1) + 1
+    stage = np.full(len(held), -1, dtype=np.int64)
+    known = direction >= 0
+    return tuple(column[known] for column in (iteration, stage, index, direction, start, done))
+
+
+def _direction(place: int, sends: Array, peer: Array, before: int | None, after: int | None) -> int:
+    """What lies between message ``place − 1`` and message ``place``; −1 for neither forward nor backward."""
+    gradient_in = place > 0 and not sends[place - 1]  # of the first stage alone
+    if place == len(sends) or not sends[place]:
+        return _BACKWARD if gradient_in else -1
+    if before is None:
+        return _BOTH if gradient_in else _FORWARD
+    if after is None:
+        return _BOTH
+    return _FORWARD if int(peer[place]) == after else _BACKWARD
