@@ -24,7 +24,7 @@ from trine.analyzers.run_facts import Part, RunFacts
 from trine.analyzers.units import percent
 from trine.record.kernels import is_communication
 
-__all__ = ["Change", "RunDifference", "State", "Unit", "differ", "mean_parts"]
+__all__ = ["Change", "RunDifference", "State", "Unit", "differ", "equal_work", "mean_parts", "scaled"]
 
 State = Literal["appeared", "vanished", "slower", "faster", "same"]
 
@@ -112,7 +112,7 @@ def differ(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> RunDifferen
     means = [mean_parts(side) for side in (first, second)]
     unit = _unit(first, second, means[0], means[1])
     scale = 1 / unit.ratio if unit.ratio else 1.0
-    new = {key: _scaled(part, scale) for key, part in means[0].items()}
+    new = {key: scaled(part, scale) for key, part in means[0].items()}
     old = means[1]
     basis = _basis(first, second)
     whole = _whole(first, second, new, old, scale)
@@ -167,14 +167,12 @@ def _unit(
 ) -> Unit:
     if all(_marks_steps(run) for run in (*first, *second)):
         return Unit("step")
-    found = _of_equal_work(new, old)
-    agrees = found is not None and found.agreement is not None and found.agreement >= _AGREEING_TIME
-    return found if found is not None and agrees else Unit("window")
+    return equal_work(new, old) or Unit("window")
 
 
-def _of_equal_work(new: dict[tuple[str, str], Part], old: dict[tuple[str, str], Part]) -> Unit | None:
+def equal_work(new: dict[tuple[str, str], Part], old: dict[tuple[str, str], Part]) -> Unit | None:
     """How many times as much work the first side's window holds, by kernels, by operators where there are none.
-    None where nothing is common.
+    None where too little is common or does not agree.
 
     First the median of the ratios of calls, each weighing as much as its time: no single kernel decides, and
     those that a change made more or fewer do not count. Then all that agree with it, each call at its mean
@@ -201,11 +199,14 @@ def _of_equal_work(new: dict[tuple[str, str], Part], old: dict[tuple[str, str], 
         each = time[agreeing].sum(axis=1) / calls[agreeing].sum(axis=1)
         work = (calls[agreeing] * each[:, None]).sum(axis=0)
         cut = float((each.max() / work).sum())
-        return Unit("work", float(work[0] / work[1]), float(time[agreeing].sum() / everything), cut)
+        agreement = float(time[agreeing].sum() / everything)
+        if agreement >= _AGREEING_TIME:
+            return Unit("work", float(work[0] / work[1]), agreement, cut)
     return None
 
 
-def _scaled(part: Part, scale: float) -> Part:
+def scaled(part: Part, scale: float) -> Part:
+    """A part whose time and calls are multiplied."""
     calls = None if part.calls is None else part.calls * scale
     return part if scale == 1.0 else Part(part.kind, part.name, part.ns * scale, calls, part.bytes)
 

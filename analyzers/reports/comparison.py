@@ -277,12 +277,14 @@ def _tables(comparison: Comparison) -> Iterator[Table]:
                 (m.name, value_text(m.name, m.second), value_text(m.name, m.first), _relative(m.ratio))
                 for m in comparison.metrics
             ),
+            "Metrics (median of the runs)",
         )
     differences = (*comparison.environment, *comparison.configuration)
     if differences:
         yield Table(
             (Column("differs"), Column(old), Column(new)),
             tuple((d.name, _said(d.second), _said(d.first)) for d in differences),
+            "Environment and configuration",
         )
 
 

@@ -6,7 +6,7 @@ escaped here. Each figure carries its numbers as tooltips; its table stands unde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 
 from trine.analyzers.units import duration
@@ -24,6 +24,8 @@ WIDTH = 960
 LABEL = 90
 #: Shades of one side's colour, for parts that share it (forward, backward).
 SHADES = (1.0, 0.62, 0.38)
+#: Lines whose names are written beside them.
+MOST_NAMED_LINES = 3
 #: Narrowest span that is drawn by itself, in user units.
 MOST_SLIVER = 0.6
 
@@ -102,9 +104,25 @@ def series(figure: Series) -> str:
             f'<polyline points="{path}" class="line-{figure.side}" stroke-opacity="{opacity:.2f}">'
             f"<title>{escape(label)}</title></polyline>"
         )
+    body += _line_names(figure, lambda x: left + (x - low_x) * across, lambda y: bottom - y * down)
     body.append(_text(left, height - 10, f"{figure.axis} {low_x:g}", "label"))
     body.append(_text(WIDTH - 10, height - 10, f"{high_x:.4g}", "label", "end"))
     return _svg(WIDTH, height, "".join(body), figure.title, "series")
+
+
+def _line_names(
+    figure: Series, at_x: Callable[[float], float], at_y: Callable[[float], float]
+) -> Iterator[str]:
+    """Names of two or three lines beside their last points; more would cover each other and stay tooltips."""
+    if not 1 < len(figure.lines) <= MOST_NAMED_LINES:
+        return
+    taken: list[float] = []
+    for label, line in figure.lines:
+        y = at_y(line[-1][1]) - 6
+        while any(abs(y - other) < 13 for other in taken):
+            y -= 13
+        taken.append(y)
+        yield _text(at_x(line[-1][0]) - 4, max(y, 12.0), label, "label", "end")
 
 
 def lanes(figure: Lanes) -> str:
