@@ -23,7 +23,8 @@ from trine.analyzers.findings._kinds import by_class, work
 from trine.analyzers.results import Finding, Verdict
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies.desync import Desync
-from trine.analyzers.units import duration, interval, percent
+from trine.analyzers.studies.memory_owners import MemoryOwners
+from trine.analyzers.units import duration, interval, percent, size
 
 __all__ = ["verdict"]
 
@@ -46,8 +47,14 @@ _BOUND = {
     "optimizer-bound": "its optimizer",
     "memory-near-limit": "memory that is nearly full",
     "fragmentation": "fragmented memory",
+    "memory-leak": "memory that only grows",
+    "out-of-memory": "memory that ran out",
     "restarts": "failures",
 }
+
+
+#: Sources that know memory and nothing else.
+_MEMORY_FORMATS = frozenset({"memory_snapshot", "memory_timeline"})
 
 
 def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
@@ -67,6 +74,8 @@ def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
     compute = _compute_share(facts)
     if compute is None and (agreed := _dumps_agree(facts)) is not None:
         return Verdict(agreed, None, "medium", centre, points)
+    if compute is None and (seen := _memory_alone(facts)) is not None:
+        return Verdict(seen, None, "medium", centre, points)
     if compute is None:
         reason = _why_unknown(facts)
         return Verdict(f"What bounds this run cannot be said: {reason}.", None, "low", centre, points)
@@ -93,6 +102,30 @@ def _dumps_agree(facts: Facts) -> str | None:
         return None
     noticed = [f"{statement(culprit)}." for culprit in dumps.culprits[:1]]
     return " ".join([f"{healthy_words(dumps)}.", *noticed, "Dumps alone say nothing of speed."])
+
+
+def _memory_alone(facts: Facts) -> str | None:
+    """Of a job of which the allocator's history alone is known: its peak, and what holds most of it."""
+    memory = result_of(facts.analysis, "memory_owners", MemoryOwners)
+    alone = all(rank.result.summary.format in _MEMORY_FORMATS for rank in facts.ranks)
+    if memory is None or not memory.ranks or not alone:
+        return None
+    part = memory.ranks[0]
+    at = max(range(len(part.totals)), key=lambda place: part.totals[place], default=0)
+    held = sorted(
+        ((level[at], name) for name, level in zip(part.categories, part.levels, strict=True)), reverse=True
+    )
+    shares = [
+        f"{name.replace('_', ' ')} {percent(level / max(part.peak_bytes, 1))}"
+        for level, name in held[:3]
+        if level
+    ]
+    more = " or more" if part.lower_bound else ""
+    text = f"Memory peaks at {size(part.peak_bytes)}{more}: {', '.join(shares)}"
+    named = next((owned for owned in part.owners if owned.owner), None)
+    if named is not None:
+        text += f"; {named.owner} holds {size(named.bytes)} of it"
+    return f"{text}. A snapshot of memory alone says nothing of speed."
 
 
 def _lower(title: str) -> str:

@@ -3,16 +3,55 @@
 from __future__ import annotations
 
 from trine.analyzers.results import Prediction
+from trine.analyzers.studies import result_of
+from trine.analyzers.studies.memory_owners import CHECKPOINTED, MemoryOwners
 
 from ._facts import Facts
 from ._gain import predict
 from ._memory import Fill
 
-__all__ = ["ACTIVATIONS_FREED", "activations_bytes", "checkpointing", "evidence_of", "freed_bytes", "zero"]
+__all__ = [
+    "ACTIVATIONS_FREED",
+    "activations_bytes",
+    "checkpointing",
+    "evidence_of",
+    "freed_at_peak",
+    "freed_bytes",
+    "state_bytes",
+    "zero",
+]
 
 #: Share of the activations that full recomputation frees. Korthikanti et al. 2022, table 2: 2·s·b·h of
 #: 34·s·b·h + 5·a·s²·b stay per layer, so 94 % and more; the head and the block in work keep theirs.
-ACTIVATIONS_FREED = 0.7
+ACTIVATIONS_FREED = CHECKPOINTED
+
+#: Category of memory → key of the record's description of the model.
+_DESCRIBED = {
+    "parameters": "parameter_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer_state": "optimizer_bytes",
+}
+
+
+def freed_at_peak(facts: Facts, rank: int, change: str) -> int | None:
+    """What a change takes off the peak of a rank whose whole curve is known (study ``memory_owners``)."""
+    found = result_of(facts.analysis, "memory_owners", MemoryOwners)
+    if found is None or not found.ranks or found.ranks[0].rank != rank:
+        return None
+    return next((each.freed_bytes for each in found.frees if each.change == change), None)
+
+
+def state_bytes(facts: Facts, rank: int, category: str) -> int | None:
+    """Bytes of parameters, gradients or optimizer state: as the record describes the model, else the most that the
+    allocator's events show of it at a time."""
+    described = facts.about("model", _DESCRIBED[category])
+    if isinstance(described, int) and described > 0:
+        return described
+    found = result_of(facts.analysis, "memory_owners", MemoryOwners)
+    part = next((part for part in found.ranks if part.rank == rank), None) if found is not None else None
+    if part is None or category not in part.categories:
+        return None
+    return max(part.levels[part.categories.index(category)], default=0) or None
 
 
 def activations_bytes(facts: Facts, rank: int) -> int | None:
@@ -40,7 +79,10 @@ def checkpointing(facts: Facts, rank: int) -> Prediction | None:
     forward = facts.part(lambda rank: rank.phase("forward"))
     formula = f"activations × {ACTIVATIONS_FREED} freed; cost: one more forward pass (×1.0 to 1.2)"
     inputs: dict[str, float | int | str] = {"activations_bytes": activations}
-    freed = -round(activations * ACTIVATIONS_FREED)
+    drawn = freed_at_peak(facts, rank, "checkpointing")
+    freed = -(drawn if drawn is not None else round(activations * ACTIVATIONS_FREED))
+    if drawn is not None:
+        inputs["freed_of_the_whole_curve_bytes"] = drawn
     if forward is not None:
         forward_ns = facts.step_part_ns(forward.share)
         inputs["forward_ns"] = forward_ns
@@ -54,26 +96,42 @@ def checkpointing(facts: Facts, rank: int) -> Prediction | None:
     return predict(facts, compute_ns, (-0.4, -1 / 3, -0.25), formula, inputs, freed)
 
 
-def zero(facts: Facts) -> tuple[int, Prediction] | None:
+def _replicated(facts: Facts) -> bool:
+    """Whether ranks hold the same state: said by the record, or DDP's own annotations in a trace."""
+    kind = facts.about("data_parallel", "kind")
+    if kind is not None:
+        return bool(kind == "ddp")
+    return any(
+        row.name.startswith("DistributedDataParallel.")
+        for rank in facts.ranks
+        for row in rank.result.summary.operators
+    )
+
+
+def zero(facts: Facts, fill: Fill | None = None) -> tuple[int, Prediction] | None:
     """(stage, prediction) of sharding what DDP replicates: optimizer state, and gradients with it.
 
     ZeRO (Rajbhandari et al. 2020): stage 1 frees (1 − 1/N) of the optimizer state, stage 2 of the
     gradients too; both move no more bytes than DDP's all-reduce.
     """
-    if facts.world < 2 or facts.about("data_parallel", "kind") != "ddp":
+    if facts.world < 2 or not _replicated(facts):
         return None
-    state, gradients = facts.about("model", "optimizer_bytes"), facts.about("model", "gradient_bytes")
-    if not isinstance(state, int) or state <= 0:
+    rank = fill.rank if fill is not None else facts.ranks[0].rank if facts.ranks else 0
+    state, gradients = (state_bytes(facts, rank, name) for name in ("optimizer_state", "gradients"))
+    if state is None:
         return None
     if (facts.configuration.get("zero") or {}).get("stage", 0):
         return None
     share = 1 - 1 / facts.world
-    both = isinstance(gradients, int) and gradients > 0
-    freed = round((state + (gradients if both else 0)) * share)
+    freed = round((state + (gradients or 0)) * share)
     inputs: dict[str, float | int | str] = {"optimizer_bytes": state, "ranks": facts.world}
-    if both:
+    if gradients:
         inputs["gradient_bytes"] = gradients
-    stage = 2 if both else 1
+    stage = 2 if gradients else 1
+    drawn = freed_at_peak(facts, rank, f"ZeRO-{stage}")
+    if drawn is not None:
+        freed = drawn
+        inputs["freed_of_the_whole_curve_bytes"] = drawn
     return stage, Prediction(None, None, -freed, "(optimizer state + gradients) × (1 − 1 ÷ ranks)", inputs)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from trine.analyzers.results import Finding, Recommendation
+from trine.analyzers.studies import result_of
+from trine.analyzers.studies.memory_owners import Fragmentation, MemoryOwners
 from trine.analyzers.units import percent, size
 
 from ._facts import Facts
@@ -20,6 +22,35 @@ FREE_SHARE = 0.10
 #: ... where the reserved memory itself is near the limit (or the allocator had to retry): a cache that
 #: nobody needs is no fault.
 RESERVED_SHARE = 0.80
+
+
+#: What to do where segments have a fixed size, and where they can grow already.
+_FIXED = (
+    "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start; lengths that vary "
+    "from step to step are the usual cause, so padding them to a few sizes helps too."
+)
+_GROWING = (
+    "Segments can grow already (expandable_segments is on), so what is free lies in other streams' or private "
+    "pools or waits for another stream: pad lengths to a few sizes, and allocate on one stream."
+)
+
+
+def _snapshot(facts: Facts, rank: int) -> Fragmentation | None:
+    """The allocator's segments, where a memory snapshot of this rank shows them."""
+    found = result_of(facts.analysis, "memory_owners", MemoryOwners)
+    return next((part.fragmentation for part in found.ranks if part.rank == rank), None) if found else None
+
+
+def _seen(state: Fragmentation | None) -> dict[str, int | bool]:
+    if state is None:
+        return {}
+    return {
+        "free_between_blocks_bytes": state.split_bytes,
+        "free_segments_bytes": state.free_bytes,
+        "largest_free_bytes": state.largest_free_bytes,
+        "pending_bytes": state.pending_bytes,
+        "expandable_segments": state.expandable,
+    }
 
 
 def _worst(facts: Facts) -> tuple[int, int, int, int, int] | None:
@@ -49,6 +80,7 @@ def find(facts: Facts) -> Finding | None:
     short = retries > 0 or reserved >= RESERVED_SHARE * capacity
     if free < FREE_SHARE * capacity or not short:
         return None
+    state = _snapshot(facts, rank)
     return Finding(
         id=ID,
         kind=KIND,
@@ -59,11 +91,11 @@ def find(facts: Facts) -> Finding | None:
             "reserved_peak_bytes": reserved,
             "capacity_bytes": capacity,
             "retries": retries,
+            **_seen(state),
         },
         recommendation=Recommendation(
             change={},
-            why="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start; lengths that vary "
-            "from step to step are the usual cause, so padding them to a few sizes helps too.",
+            why=_GROWING if state is not None and state.expandable else _FIXED,
             numerics="unchanged",
             predicted=memory_only(
                 -free, "reserved peak − allocated peak", {"reserved": reserved, "free": free}

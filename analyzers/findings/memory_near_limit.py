@@ -51,7 +51,7 @@ def find(facts: Facts) -> Finding | None:
 
 
 def _recommendation(facts: Facts, fill: Fill) -> Recommendation:
-    if (sharded := zero(facts)) is not None:
+    if (sharded := zero(facts, fill)) is not None:
         stage, prediction = sharded
         return Recommendation(
             change={"zero.stage": stage},

@@ -22,7 +22,8 @@ SHARE = 0.02
 
 def find(facts: Facts) -> Finding | None:
     """DDP on several ranks, known state bytes, memory limits."""
-    fill, sharded = limited(facts), zero(facts)
+    fill = limited(facts)
+    sharded = zero(facts, fill)
     if fill is None or sharded is None:
         return None
     stage, prediction = sharded

@@ -18,12 +18,27 @@ from trine.analyzers.memory import snapshot_facts
 from trine.record.memory_categories import CATEGORIES
 from trine.record.model import MISSING, Rank, Table
 
-from ._memory_frees import Freed, freed
-from ._memory_leaks import growing
-from ._memory_segments import Fragmentation, fragmentation
+from ._memory_frees import CHECKPOINTED, Freed, freed
+from ._memory_leaks import growing, median_slope
+from ._memory_segments import Fragmentation, PoolUse, fragmentation
 from ._scope import Scope, Whole
 
-__all__ = ["KEY", "Failure", "Leak", "MemoryOwners", "OwnedMemory", "RankMemory", "join", "reduce", "to_json"]
+__all__ = [
+    "CHECKPOINTED",
+    "KEY",
+    "Failure",
+    "Fragmentation",
+    "Freed",
+    "Leak",
+    "MemoryOwners",
+    "OwnedMemory",
+    "PoolUse",
+    "RankMemory",
+    "join",
+    "median_slope",
+    "reduce",
+    "to_json",
+]
 
 Array = npt.NDArray[Any]
 
@@ -355,6 +370,7 @@ def join(parts: Mapping[int, RankMemory], whole: Whole) -> MemoryOwners | str:
         return "no allocator events; profile with profile_memory=True, or take a snapshot (torch.cuda.memory._dump_snapshot)"
     order = sorted(parts.values(), key=lambda part: (part.kind != "device", -part.peak_bytes, part.rank))
     first = order[0]
+    order[1:] = sorted(order[1:], key=lambda part: not (part.failures or part.leaks or part.retries))
     frees = freed(first.categories, np.array(first.levels), np.array(first.totals), _replicas(whole))
     return MemoryOwners(tuple(order[:MOST_RANKS]), max(len(order) - MOST_RANKS, 0), frees)
 
