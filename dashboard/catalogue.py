@@ -1,7 +1,7 @@
 """Which runs lie under the given roots, found by name and by the first kilobytes, never by reading all.
 
-A run is a native record (a folder that :mod:`trine.profiler` wrote), a folder of traces of one job, or a single
-trace. A run is known by an identifier made here and looked up here: no path from a request is ever
+A run is a native record (a folder that :mod:`trine.profiler` wrote), a folder of one job's files (traces, memory
+snapshots, dumps, schedules), or a single one of these. A run is known by an identifier made here and looked up here: no path from a request is ever
 joined to a root, so nothing outside the roots can be asked for.
 """
 
@@ -14,21 +14,27 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 from trine.record.errors import UnreadableInput
+from trine.record.loading import format_of
 from trine.record.readers import native
+from trine.record.readers._names import rank_of_name
 
 __all__ = ["Catalogue", "Run"]
 
 Kind = Literal["record", "traces", "trace"]
 
+_TRACE = "kineto"
 _SUFFIXES = (".json", ".json.gz")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
+#: Of other files than traces, what their names end in, or look like (``nccl_trace_rank_0``); their content decides.
+_OTHERS = (".pickle", ".pkl", ".raw.gz", ".sqlite", ".sqlite3", ".db", ".html")
+_DUMP = re.compile(r"[-_]\d+$")
 _SKIPPED = frozenset({"node_modules", "__pycache__", "site-packages"})
 _DEEPEST = 8
 _MOST_ENTRIES = 50_000
@@ -52,6 +58,7 @@ class Run:
     size_bytes: int
     updated_s: float
     fingerprint: str
+    format: str = "kineto"
 
     def state(self, now_s: float | None = None) -> str:
         """``running``, ``silent`` (says it runs, but has not written for two minutes), ``finished``,
@@ -93,7 +100,11 @@ class Catalogue:
         for root in roots:
             if not root.exists():
                 raise UnreadableInput(f"{root} does not exist; give a run, a trace, or a folder of them")
-            if not root.is_dir() and not root.name.endswith((*_SUFFIXES, *_ARCHIVES)):
+            if (
+                not root.is_dir()
+                and not root.name.endswith((*_SUFFIXES, *_ARCHIVES))
+                and format_of(root) is None
+            ):
                 raise UnreadableInput(
                     f"{root} is no trace by its name; give a run, a trace, or a folder of them"
                 )
@@ -134,9 +145,9 @@ class Catalogue:
         runs: dict[str, Run] = {}
         budget = [_MOST_ENTRIES]
         for root, label in zip(self.roots, _labels(self.roots), strict=True):
-            for path, kind, files in _runs_under(root, budget):
+            for path, kind, files, format in _runs_under(root, budget):
                 inside = path.relative_to(root).as_posix() if path != root else ""
-                run = _run(f"{label}/{inside}".rstrip("/"), path, kind, files)
+                run = _run(f"{label}/{inside}".rstrip("/"), path, kind, files, format)
                 if run is not None:
                     runs[run.id] = run
         notes: tuple[str, ...] = ()
@@ -156,7 +167,7 @@ def _labels(roots: Sequence[Path]) -> list[str]:
     return labels
 
 
-def _run(id: str, path: Path, kind: Kind, files: Sequence[Path]) -> Run | None:
+def _run(id: str, path: Path, kind: Kind, files: Sequence[Path], format: str) -> Run | None:
     newest, total, parts = 0, 0, []
     for file in files:
         try:
@@ -168,12 +179,14 @@ def _run(id: str, path: Path, kind: Kind, files: Sequence[Path]) -> Run | None:
     if not parts:
         return None
     fingerprint = f"{zlib.crc32(chr(10).join(sorted(parts)).encode()):08x}-{newest}-{total}"
-    return Run(id, path, kind, len(parts), total, newest / 1e9, fingerprint)
+    return Run(id, path, kind, len(parts), total, newest / 1e9, fingerprint, format)
 
 
-def _runs_under(root: Path, budget: list[int], depth: int = 0) -> Iterator[tuple[Path, Kind, list[Path]]]:
+def _runs_under(
+    root: Path, budget: list[int], depth: int = 0
+) -> Iterator[tuple[Path, Kind, list[Path], str]]:
     if root.is_file():
-        yield root, "trace", [root]
+        yield root, "trace", [root], format_of(root) or _TRACE
         return
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
@@ -181,14 +194,14 @@ def _runs_under(root: Path, budget: list[int], depth: int = 0) -> Iterator[tuple
         return
     budget[0] -= len(entries)
     if native.recognizes(root):
-        yield root, "record", _files_of_record(root, budget)
+        yield root, "record", _files_of_record(root, budget), "trine"
         return
-    traces = [Path(entry.path) for entry in entries if _may_be_trace(entry)]
-    if len(traces) > 1 and len({re.sub(r"\d+", "#", path.name) for path in traces}) == 1:
-        yield root, "traces", traces
+    formats = {Path(entry.path): format for entry in entries if (format := _format(entry)) is not None}
+    if _is_one_job(formats):
+        yield root, "traces", list(formats), "+".join(sorted(set(formats.values())))
     else:
-        for path in traces:
-            yield path, "trace", [path]
+        for path, format in formats.items():
+            yield path, "trace", [path], format
     for entry in entries:
         skipped = entry.name.startswith(".") or entry.name in _SKIPPED
         # Links to folders are not followed: they lead out of the root, or in circles.
@@ -205,26 +218,46 @@ def _files_of_record(root: Path, budget: list[int]) -> list[Path]:
     return files
 
 
-def _may_be_trace(entry: os.DirEntry[str]) -> bool:
+def _is_one_job(formats: Mapping[Path, str]) -> bool:
+    """Whether the files of a folder are the ranks of one job: named alike but for numbers, or each for its rank."""
+    if len(formats) < 2:
+        return False
+    if len({re.sub(r"\d+", "#", path.name) for path in formats}) == 1:
+        return set(formats.values()) == {_TRACE} or all(
+            rank_of_name(path.name) is not None for path in formats
+        )
+    return set(formats.values()) != {_TRACE} and all(rank_of_name(path.name) is not None for path in formats)
+
+
+def _format(entry: os.DirEntry[str]) -> str | None:
+    """The format of a file that may be a run or a part of one, by its name and its first kilobytes."""
     try:
         if not entry.is_file(follow_symlinks=False) or entry.name.startswith("."):
-            return False
+            return None
         if entry.name.endswith(_ARCHIVES):
-            return True
-        return entry.name.endswith(_SUFFIXES) and _looks_like_trace(Path(entry.path))
+            return _TRACE
+        if entry.name.endswith((*_SUFFIXES, *_OTHERS)) or _DUMP.search(entry.name):
+            return _format_by_content(Path(entry.path))
     except OSError:
-        return False
+        return None
+    return None
 
 
-_seen: dict[tuple[str, int, int], bool] = {}
+_seen: dict[tuple[str, int, int], str | None] = {}
 
 
-def _looks_like_trace(path: Path) -> bool:
-    """Whether the first kilobytes hold a word that only traces have; remembered until the file changes."""
+def _format_by_content(path: Path) -> str | None:
+    """Remembered until the file changes."""
     status = path.stat()
     key = (str(path), status.st_mtime_ns, status.st_size)
     if key not in _seen:
-        _seen[key] = _sniff(path)
+        named = path.name.endswith(_SUFFIXES)
+        if named and _sniff(path):
+            _seen[key] = _TRACE
+        else:
+            found = format_of(path)
+            # The traces' reader takes any JSON file, to say what is wrong with it; a list has no room for settings.
+            _seen[key] = None if found == _TRACE else found
     return _seen[key]
 
 

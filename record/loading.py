@@ -24,7 +24,7 @@ from .errors import UnreadableInput, UsageError
 from .model import Job, Quality
 from .readers._strangers import name_of, unread_files
 
-__all__ = ["load"]
+__all__ = ["format_of", "load"]
 
 _RECORD, _TRACE = "trine", "kineto"
 _TRACE_NAMES = (".json", ".json.gz", ".json.gzip")
@@ -149,7 +149,7 @@ def _readers() -> dict[str, Reader]:
     return {format: found[format] for format in order}
 
 
-def _format_of_file(path: Path) -> str | None:
+def format_of(path: Path) -> str | None:
     """The format of a file by its content; a JSON file that is none of the others' goes to the traces' reader."""
     if not path.is_file():  # opening a pipe that nobody writes to would wait for ever
         return None
@@ -197,19 +197,19 @@ class _Claims:
             self._add_file(file)
         for file in found.inside:
             # Within a record's folder only its own files are traces.
-            format = _format_of_file(file)
+            format = format_of(file)
             if format not in (None, _TRACE):
                 self.of[cast(str, format)].append(file)
 
     def _add_file(self, path: Path) -> None:
-        format = _format_of_file(path)
+        format = format_of(path)
         if format is None:
             self._leave(path)
             return
         self.of[format].append(path)
         if path.name.lower().endswith(ARCHIVE_NAMES):
             for member in unpacked(path, self._workspace, self.notes):
-                inner = _format_of_file(member)
+                inner = format_of(member)
                 if inner not in (None, _TRACE):
                     self.of[cast(str, inner)].append(member)
 

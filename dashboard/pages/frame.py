@@ -16,6 +16,14 @@ from trine.dashboard.urls import PAGES, State
 __all__ = ["controls", "frame", "state_line"]
 
 _KINDS = {"record": "native record", "traces": "traces of several ranks", "trace": "trace"}
+_FORMATS = {
+    "kineto": "traces",
+    "memory_snapshot": "memory snapshot",
+    "memory_timeline": "memory timeline",
+    "flight_recorder": "flight recorder dumps",
+    "pipeline_schedule": "pipeline schedule",
+    "nsight": "Nsight Systems",
+}
 _STATES = {
     "running": "running",
     "silent": "silent for over two minutes",
@@ -61,8 +69,15 @@ def state_line(run: Run) -> list[Any]:
     """Kind, state and age of a run."""
     state = run.state()
     words = [pill(_STATES[state], state)] if state in _STATES else []
-    text = f"{_KINDS[run.kind]}, {units.size(run.size_bytes)}, updated {units.age(run.updated_s)}"
+    text = f"{_kind(run)}, {units.size(run.size_bytes)}, updated {units.age(run.updated_s)}"
     return [*words, html.Span(text, className="quiet")]
+
+
+def _kind(run: Run) -> str:
+    if run.format in ("kineto", "trine"):
+        return _KINDS[run.kind]
+    named = [_FORMATS.get(format, format.replace("_", " ")) for format in run.format.split("+")]
+    return ", ".join(named) if run.kind == "trace" else f"{', '.join(named)} of one job"
 
 
 def controls(state: State, ranks: tuple[int, ...]) -> list[Any]:
