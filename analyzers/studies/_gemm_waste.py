@@ -21,8 +21,10 @@ TILE_USE = 0.85
 WAVE_USE = 0.80
 #: Of the time that quantisation wastes, what another shape or batch regains: low, mid, high.
 REGAINED = (0.2, 0.5, 1.0)
-#: A product counts as a peer from this share of the operations a call on: small ones are slow for other reasons.
+#: A product counts as a peer from this share of the operations a call on, or from so many operations: small ones are
+#: slow for other reasons, and would only make the comparison kinder.
 PEER_SIZE = 0.25
+PEER_FLOPS = 1e10
 #: A peer must be this much faster before alignment is blamed.
 PEER_FASTER = 1.1
 #: Of the rate of aligned products of this run, what padding reaches: low, mid, high.
@@ -114,6 +116,6 @@ def _peers(row: ShapeTime, products: Sequence[tuple[ShapeTime, Roofline]]) -> fl
         fit = other.fit
         if fit is None or fit.misaligned or other.dtype != row.dtype or not other.flops:
             continue
-        if other.flops / max(other.calls, 1) >= PEER_SIZE * size:
+        if other.flops / max(other.calls, 1) >= min(PEER_SIZE * size, PEER_FLOPS):
             flops, ns = flops + other.flops, ns + other.ns
     return flops / (ns / 1e9) if ns > 0 else None
