@@ -175,12 +175,13 @@ _HELD = {
     "flight_recorder": "a flight recorder's dump",
     "memory_snapshot": "a memory snapshot",
     "memory_timeline": "a memory timeline",
+    "pipeline_schedule": "a pipeline schedule",
 }
 
 
 def _is_timeline(rank: Rank) -> bool:
     """Whether the rank's source shows what happened when; dumps and snapshots show where things stood."""
-    tables = (rank.steps, rank.device, rank.host, rank.collectives, rank.microbatches)
+    tables = (rank.device, rank.host, rank.collectives)
     return rank.format not in _HELD or any(table is not None for table in tables) or bool(rank.windows)
 
 
@@ -197,12 +198,10 @@ def _say_what_is_missing(
             quality.append(Quality(id, severity, message, rank.rank))
 
     if not _is_timeline(rank):
-        held = _HELD.get(rank.format, f"a source of the format {rank.format}")
-        note(
-            "no-timeline",
-            "info",
-            f"{held} holds no steps, kernels or operators: what takes time cannot be said",
+        text = (
+            f"{_HELD[rank.format]} holds no kernels, operators or phases: what else takes time cannot be said"
         )
+        note("no-timeline", "info", text)
         return
     if not has_breakdown:
         note("no-breakdown", "info" if rank.format == "trine" else "warning", f"no breakdown: {missing}")

@@ -24,6 +24,7 @@ from trine.analyzers.results import Finding, Verdict
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies.desync import Desync
 from trine.analyzers.studies.memory_owners import MemoryOwners
+from trine.analyzers.studies.pipeline import Pipeline
 from trine.analyzers.units import duration, interval, percent, size
 
 __all__ = ["verdict"]
@@ -190,6 +191,8 @@ def _compute_share(facts: Facts) -> float | None:
         optimizer = facts.part(lambda rank: rank.phase("optimizer"))
         return forward.share + backward.share + (optimizer.share if optimizer is not None else 0.0)
     seen = facts.part(lambda rank: rank.window(lambda breakdown: breakdown.compute_ns))
+    if seen is None and (pipeline := result_of(facts.analysis, "pipeline", Pipeline)) is not None:
+        return 1 - pipeline.bubble_ratio
     return seen.share if seen is not None else None
 
 

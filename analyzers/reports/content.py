@@ -72,15 +72,18 @@ def compose(
 
 
 def _shows_time(analysis: Analysis) -> bool:
-    """Whether anything is known of what takes time. Dumps and snapshots alone know where things stood, and a
-    page of what they cannot know would bury what they do."""
+    """Whether anything is known of what takes time. Dumps and snapshots alone know where things stood, times of
+    micro-batches the pipeline alone, and a page of what they cannot know would bury what they do."""
     return not analysis.ranks or any(
-        rank.summary.steps is not None
+        rank.summary.phases_ns is not None
         or rank.summary.breakdown is not None
         or rank.summary.collectives is not None
-        or rank.summary.format not in ("flight_recorder", "memory_snapshot", "memory_timeline")
+        or rank.summary.format not in _NO_COURSE
         for rank in analysis.ranks
     )
+
+
+_NO_COURSE = frozenset({"flight_recorder", "memory_snapshot", "memory_timeline", "pipeline_schedule"})
 
 
 def _pick_ranks(ranks: Sequence[RankResult], most: int) -> tuple[tuple[RankResult, ...], int]:
@@ -138,6 +141,8 @@ def _facts(analysis: Analysis, text: Mapping[str, str]) -> tuple[tuple[str, str]
 def _findings(analysis: Analysis, text: Mapping[str, str]) -> Section:
     cards = tuple(_card(number, finding, text) for number, finding in enumerate(analysis.findings, 1))
     nothing = text["no_findings"] if analysis.not_bound_by else text["no_not_bound"]
+    if not _shows_time(analysis):
+        nothing = text["no_findings_here"]
     return Section("findings", text["findings"], cards or (Paragraph(nothing),))
 
 

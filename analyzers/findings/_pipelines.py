@@ -1,0 +1,33 @@
+"""What the rules on pipelines share: the result, when it is evidence, and gains by the step."""
+
+from __future__ import annotations
+
+from trine.analyzers.studies import result_of
+from trine.analyzers.studies.pipeline import Pipeline
+
+from ._facts import Facts
+
+__all__ = ["evident_pipeline", "per_step"]
+
+#: Micro-batches that must have been seen on each stage.
+FEWEST_SEEN = 8
+
+
+def evident_pipeline(facts: Facts) -> Pipeline | None:
+    """The pipeline, when all its stages are here and enough of it was seen."""
+    result = result_of(facts.analysis, "pipeline", Pipeline)
+    if result is None or result.missing_stages or len(result.stages) < 2:
+        return None
+    seen = result.iterations * result.microbatches
+    return result if seen >= FEWEST_SEEN and result.iteration_ns > 0 else None
+
+
+def per_step(facts: Facts, result: Pipeline, amount_ns: float) -> float:
+    """An amount of each iteration as one of what ``facts`` calls a step: a window may hold several iterations."""
+    if not facts.step_ns:
+        return amount_ns
+    return (
+        amount_ns * max(round(facts.step_ns / result.iteration_ns), 1)
+        if facts.unit == "window"
+        else amount_ns
+    )
