@@ -388,3 +388,19 @@ class Analysis:
     findings: tuple[Finding, ...]
     verdict: Verdict
     studies: Mapping[str, Any] = field(default_factory=dict)  # key → result (analyzers/studies)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether anything is known of what takes time. Dumps and snapshots alone know where things stood, times of
+        micro-batches the pipeline alone, and a page of what they cannot know would bury what they do."""
+        return not self.ranks or any(
+            rank.summary.phases_ns is not None
+            or rank.summary.breakdown is not None
+            or rank.summary.collectives is not None
+            or rank.summary.format not in _UNTIMED_FORMATS
+            for rank in self.ranks
+        )
+
+
+#: Sources that hold no steps, kernels or operators.
+_UNTIMED_FORMATS = frozenset({"flight_recorder", "memory_snapshot", "memory_timeline", "pipeline_schedule"})

@@ -180,6 +180,6 @@ def memory(analysis: Analysis, text: Words, limits: Limits) -> Section | None:
         if len(part.series) > 1
     )
     block: Block = table
-    if lines:
+    if lines and "memory_owners" not in analysis.studies:  # which draws the same curve by category
         block = Series(text["memory_series"], "memory", "size", "s", lines[:MOST_LINES], table)
     return Section("memory", text["memory_section"], (block,))

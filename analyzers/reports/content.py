@@ -41,7 +41,7 @@ def compose(
     text = words(language)
     shown, hidden = _pick_ranks(analysis.ranks, most_ranks)
     limits = Limits(shown, hidden, most_rows)
-    timed = _shows_time(analysis)
+    timed = analysis.is_timed
     placed = [
         (0, _findings(analysis, text)),
         (10, _sections.where(analysis, text, limits) if timed else None),
@@ -69,21 +69,6 @@ def compose(
         sections=tuple(section for _, section in placed if section is not None),
         facts=_facts(analysis, text),
     )
-
-
-def _shows_time(analysis: Analysis) -> bool:
-    """Whether anything is known of what takes time. Dumps and snapshots alone know where things stood, times of
-    micro-batches the pipeline alone, and a page of what they cannot know would bury what they do."""
-    return not analysis.ranks or any(
-        rank.summary.phases_ns is not None
-        or rank.summary.breakdown is not None
-        or rank.summary.collectives is not None
-        or rank.summary.format not in _NO_COURSE
-        for rank in analysis.ranks
-    )
-
-
-_NO_COURSE = frozenset({"flight_recorder", "memory_snapshot", "memory_timeline", "pipeline_schedule"})
 
 
 def _pick_ranks(ranks: Sequence[RankResult], most: int) -> tuple[tuple[RankResult, ...], int]:
@@ -141,7 +126,7 @@ def _facts(analysis: Analysis, text: Mapping[str, str]) -> tuple[tuple[str, str]
 def _findings(analysis: Analysis, text: Mapping[str, str]) -> Section:
     cards = tuple(_card(number, finding, text) for number, finding in enumerate(analysis.findings, 1))
     nothing = text["no_findings"] if analysis.not_bound_by else text["no_not_bound"]
-    if not _shows_time(analysis):
+    if not analysis.is_timed:
         nothing = text["no_findings_here"]
     return Section("findings", text["findings"], cards or (Paragraph(nothing),))
 
@@ -241,7 +226,7 @@ def _checklist(analysis: Analysis, text: Mapping[str, str]) -> Section | None:
 def _quality(analysis: Analysis, text: Mapping[str, str], most: int, brief: bool) -> Section:
     if not analysis.data_quality:
         return Section("quality", text["quality"], (Paragraph(text["no_quality"]),))
-    timed = _shows_time(analysis)
+    timed = analysis.is_timed
     order = {"error": 0, "warning": 1, "info": 2}
     # The same note of many ranks is one line with its ranks.
     notes: dict[tuple[str, str, str], list[int]] = {}

@@ -132,9 +132,11 @@ class _Writer:
         # What to do follows the verdict at once: no heading stands between them.
         if section.id != "findings":
             self.line((section.title, "bold"), " ", ("─" * (self.width - cell_len(section.title) - 1), "dim"))
-        for number, block in enumerate(section.blocks):
-            if number and not isinstance(block, Paragraph):
+        before: Block | None = None
+        for block in section.blocks:
+            if before is not None and not (isinstance(block, Paragraph) and isinstance(before, Paragraph)):
                 self.line()
+            before = block
             self.block(block)
 
     def block(self, block: Block) -> None:

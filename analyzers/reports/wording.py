@@ -39,6 +39,7 @@ ENGLISH: Mapping[str, str] = {
     "fault": "fault",
     "opportunity": "opportunity",
     "no_findings": "Nothing to mend: no fault, and no change that would gain 5 % or more.",
+    "no_findings_here": "Nothing to mend in what these files show.",
     "set": "set",
     "do": "do",
     "by_hand": "nothing that Trine knows of",

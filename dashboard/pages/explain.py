@@ -32,7 +32,7 @@ def body(view: View) -> list[Any]:
     index = html.Nav(
         links, className="section index", id="explain-index", **aria(label="Studies of this run")
     )
-    return [index, *parts, *missing]
+    return [*([index] if len(found) > 1 else []), *parts, *missing]
 
 
 def _missing(view: View) -> list[Any]:

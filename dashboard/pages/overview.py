@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from dash import html
 
+from trine.analyzers.reports.studies import sections
 from trine.dashboard import figures, units
 from trine.dashboard.attributes import aria
+from trine.dashboard.blocks import render
 from trine.dashboard.components import choice, graph
 from trine.dashboard.pages.recommendations import finding_line
 from trine.dashboard.parts import facts, glyph, pill, section, swatch, table, words
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["body"]
 
 _CONFIDENCE = {"high": "sure", "medium": "fairly sure", "low": "unsure"}
+#: Rows of a study's table where there is nothing else to show.
+_MOST_ROWS = 20
 _STATES = {"pass": "✓", "fail": "✗", "unknown": "?"}
 
 
@@ -26,6 +30,11 @@ def body(view: View) -> list[Any]:
     """The page, top to bottom: the verdict first, a table under every picture."""
     analysis, theme = view.analysis, view.state.theme
     ranks = figures.shown_ranks(analysis, view.state.ranks)
+    if not analysis.is_timed:
+        # A dump, a snapshot or a schedule: what it does show is the studies' to say.
+        found = [render(one, theme) for one in sections(analysis, _MOST_ROWS)]
+        above = [part for part in (_verdict(view), _findings(view)) if part is not None]
+        return [*above, *found, *_steps_if_marked(analysis, ranks, theme), _quality(analysis)]
     parts = [
         _verdict(view),
         _findings(view),
@@ -140,7 +149,11 @@ def _findings(view: View) -> Any:
     if not found:
         return section(
             "What to do",
-            html.P("No fault was found, and no change with a predicted gain of at least 5 % of the step."),
+            html.P(
+                "No fault was found, and no change with a predicted gain of at least 5 % of the step."
+                if view.analysis.is_timed
+                else "Nothing to mend in what these files show."
+            ),
         )
     link = view.state.with_(page="recommendations", begin_ns=None, end_ns=None)
     rows = [finding_line(finding, view.analysis, link) for finding in found[:3]]
@@ -223,6 +236,10 @@ def _phases(ranks: tuple[RankResult, ...], theme: Any) -> Any:
         [picture, table(columns, rows, range(1, len(columns)))],
         "Where the selected steps went, measured around the training loop; sums to the steps exactly.",
     )
+
+
+def _steps_if_marked(analysis: Analysis, ranks: tuple[RankResult, ...], theme: Any) -> list[Any]:
+    return [] if analysis.step_statistics is None else [_steps(analysis, ranks, theme)]
 
 
 def _steps(analysis: Analysis, ranks: tuple[RankResult, ...], theme: Any) -> Any:
@@ -341,7 +358,11 @@ def _quality(analysis: Analysis) -> Any:
     if not analysis.data_quality:
         return section("Data quality", html.P("Nothing to report: the data is whole."))
     notes: dict[tuple[str, str, str], list[int]] = {}
+    unanswered = 0
     for note in analysis.data_quality:
+        if " is null: " in note.message and note.id.startswith("no-"):
+            unanswered += 1  # the page Explain has a table of them
+            continue
         ranks = notes.setdefault((note.severity, note.id, note.message), [])
         if note.rank is not None:
             ranks.append(note.rank)
@@ -350,7 +371,12 @@ def _quality(analysis: Analysis) -> Any:
         [pill(severity, severity), _rank_words(ranks), words(message)]
         for (severity, _, message), ranks in sorted(notes.items(), key=lambda item: order[item[0][0]])
     ]
-    return section("Data quality", table(["", "Rank", "What to know about these numbers"], rows))
+    said = (
+        f"{unanswered} studies have no answer for want of data; Explain says what each needs."
+        if unanswered
+        else None
+    )
+    return section("Data quality", table(["", "Rank", "What to know about these numbers"], rows), said)
 
 
 def _rank_words(ranks: list[int]) -> str:

@@ -107,7 +107,8 @@ def view(analysis: trine.Analysis) -> View:
 
 
 def test_the_page_has_an_index_of_its_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "sections", lambda analysis, rows: (Section("drawn", "Drawn", BLOCKS),))
+    drawn = (Section("drawn", "Drawn", BLOCKS), Section("other", "Other", ()))
+    monkeypatch.setattr(explain, "sections", lambda analysis, rows: drawn)
     page = plain(explain.body(view(build())))
     assert '"href": "#drawn"' in page and '"id": "drawn"' in page
 

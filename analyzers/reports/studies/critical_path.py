@@ -22,7 +22,7 @@ _PARTS = {
     "operator": "operators on the host",
     "python": "Python on the host",
     "loader": "the loader",
-    "synchronization": "returns from blocking calls",
+    "synchronization": "blocking calls",
     "launch": "launch delay",
     "gap": "gaps between kernels",
     "unexplained": "unexplained time",
@@ -33,8 +33,8 @@ _DRAWN = {
     "communication": ("communication", "communication", ("communication",)),
     "waiting": ("other ranks", "fault", ("waiting",)),
     "copy": ("copies", "memory", ("copy",)),
-    "host": ("host", "idle", ("operator", "python", "loader")),
-    "rest": ("launches, gaps", "idle", ("synchronization", "launch", "gap")),
+    "host": ("host", "idle", ("operator", "python", "loader", "synchronization")),
+    "rest": ("launches, gaps", "idle", ("launch", "gap")),
     "unexplained": ("unexplained", "idle", ("unexplained",)),
 }
 #: Rows of the table of entries: the JSON has more.
