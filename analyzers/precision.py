@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["matmul_dtype", "on_tensor_cores"]
+__all__ = ["causal", "matmul_dtype", "on_tensor_cores"]
 
 _MATMUL = re.compile(
     r"gemm|gemv|matmul|_mma|scudnn|hmma|cutlass|xmma|wgmma|^Cijk_|implicit_convolve|conv2d|dgrad|wgrad|fprop|winograd|nvjet",
@@ -86,3 +86,31 @@ def on_tensor_cores(kernel: str) -> bool | None:
     if xmma is not None:
         return xmma[1].lower() != "f32" or "tf32" in kernel.lower()
     return None
+
+
+_FLASH = re.compile(r"\b(?:flash|fmha)_\w*kernel<")
+
+
+@lru_cache(maxsize=8192)
+def causal(kernel: str) -> bool | None:
+    """Whether an attention kernel skips what a causal mask hides; None where the name does not tell.
+
+    FlashAttention's kernels bear it in their template: ``<traits, Is_dropout, Is_causal, ...>``, and
+    ``<traits, Is_causal, ...>`` where keys are split.
+    """
+    match = _FLASH.search(kernel)
+    if match is None:
+        return None
+    depth, flags, word = 1, [], ""
+    for character in kernel[match.end() :]:
+        depth += (character == "<") - (character == ">")
+        if depth == 0 or (depth == 1 and character == ","):
+            flags.append(word.strip())
+            word = ""
+            if depth == 0:
+                break
+        else:
+            word += character
+    place = 1 if "splitkv" in match[0] else 2
+    value = flags[place] if len(flags) > place else ""
+    return {"true": True, "false": False, "(bool)1": True, "(bool)0": False}.get(value)

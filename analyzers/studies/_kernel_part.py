@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trine.analyzers.kernel_classes import classify
-from trine.analyzers.precision import matmul_dtype, on_tensor_cores
+from trine.analyzers.precision import causal, matmul_dtype, on_tensor_cores
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Strings
 
 from ._attribution import Attributed, dense
@@ -298,6 +298,8 @@ def _shape_row(
     total = float(flops[one]) if counted else None
     if total is None and work is not None and work.flops is not None:
         total = float(work.flops * calls)
+        if work.kind == "attention" and on_device and causal(kernel):
+            total /= 2  # the kernel leaves out what the mask hides
     moved = (
         None
         if work is None or work.read_bytes is None or work.write_bytes is None

@@ -143,7 +143,7 @@ def joined(parts: Iterable[Part], most: int = MOST_ROWS) -> Part | None:
         chains=_merge((row for part in found for row in part.chains), _chain, _add_chains, most),
         chain_totals=tuple(
             sum(column) for column in zip(*(part.chain_totals for part in found), strict=True)
-        ),  # type: ignore[arg-type]
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from kernel_traces import ADD, BF16, FP32, MM, MUL, Call, analyzed, mm, pointwis
 
 import trine
 from trine.analyzers.kernel_classes import classify
-from trine.analyzers.precision import on_tensor_cores
+from trine.analyzers.precision import causal, on_tensor_cores
 from trine.analyzers.results import Analysis
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies._fusion import find_chains, small_kernels
@@ -294,6 +294,39 @@ def test_names_tell_tensor_cores(kernel: str, expected: bool | None) -> None:
 )
 def test_names_tell_what_bounds_a_kernel(kernel: str, expected: str) -> None:
     assert classify(kernel) == expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        (
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, K<1, 2> >, false, true, false, true>(p)",
+            True,
+        ),
+        (
+            "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128>, false, false, false>(p)",
+            False,
+        ),
+        ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<64, 128>, true, false>(p)", True),
+        ("attn_fwd", None),
+        ("void flash_fwd_kernel<cut off", None),
+    ],
+)
+def test_names_tell_causal_masks(kernel: str, expected: bool | None) -> None:
+    assert causal(kernel) is expected
+
+
+def test_a_causal_kernel_does_half_the_work(tmp_path: Path) -> None:
+    def flops(flag: str) -> float | None:
+        name = (
+            f"void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>, false, {flag}, false>(p)"
+        )
+        shape = [8, 1024, 16, 64]
+        call = Call("aten::_flash_attention_forward", [shape] * 3, [BF16] * 3, [(name, 500.0)])
+        return study(analyzed(tmp_path, [call], steps=2)).shapes[0].flops
+
+    whole = 4 * 8 * 16 * 1024 * 1024 * 64
+    assert flops("false") == whole and flops("true") == whole / 2
 
 
 def test_a_kernel_in_a_word() -> None:
