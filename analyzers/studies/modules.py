@@ -43,6 +43,7 @@ _OPERATOR = HOST_KINDS.index("operator")
 _ANNOTATED = "@"
 #: Annotations that say nothing about which part of a program works.
 _EMPTY_ANNOTATION = re.compile(r"ProfilerStep#|DataLoader|enumerate\(|gloo:|nccl:|PyTorch Profiler")
+_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+")
 _INSTANCE = re.compile(r"_\d+$")
 
 
@@ -237,9 +238,10 @@ def _components(path: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8192)
 def _class_of(part: str) -> str:
-    """``Linear_3`` → ``Linear``; a scripted module's ``layer1(Sequential)::forward`` → ``Sequential``."""
+    """``Linear_3`` → ``Linear``; a scripted module's ``layer1(Sequential)::forward`` → ``Sequential``; of an
+    annotation, which numbers its parts, ``FSDP::pre_forward (blocks.*)``."""
     scripted = re.fullmatch(r"[\w\[\]]+\((\w+)\)(?:::\w+)?", part)
-    return scripted[1] if scripted is not None else _INSTANCE.sub("", part)
+    return scripted[1] if scripted is not None else _NUMBER.sub("*", _INSTANCE.sub("", part))
 
 
 def to_json(result: Modules) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from kernel_traces import Call, analyzed, mm, pointwise
 import trine
 from trine.analyzers.results import Analysis
 from trine.analyzers.studies import result_of
-from trine.analyzers.studies.modules import Modules, ModuleTime, to_json
+from trine.analyzers.studies.modules import Modules, ModuleTime, _class_of, _components, to_json
 
 
 def study(analysis: Analysis) -> Modules:
@@ -89,6 +89,20 @@ def test_annotations_stand_in_for_modules(tmp_path: Path) -> None:
     result = study(trine.analyze(trine.load(tmp_path / "rank0.json")))
     assert result.named_by == "annotation"
     assert [(row.path, row.ns) for row in result.rows] == [("net.encoder", 30_000)]
+
+
+@pytest.mark.parametrize(
+    ("path", "classes"),
+    [
+        ("Model_0.Block_12.Linear_3", ["Model", "Block", "Linear"]),
+        ("TOP(Net)::forward.layer1(Sequential)::forward.0(Conv2d)::forward", ["Net", "Sequential", "Conv2d"]),
+        ("@FSDP::pre_forward (blocks.12.mlp)", ["FSDP::pre_forward (blocks.*.mlp)"]),
+        ("@Optimizer.step#AdamW.step", ["Optimizer.step#AdamW.step"]),
+        ("@fp16 block", ["fp16 block"]),
+    ],
+)
+def test_instances_are_counted_together(path: str, classes: list[str]) -> None:
+    assert [_class_of(part) for part in _components(path)] == classes
 
 
 def test_a_real_model_adds_up(data: Path) -> None:

@@ -13,10 +13,14 @@ __all__ = ["ORDER", "section"]
 ORDER = 52
 
 _MOST = 12
+#: Below this share of the work the names say too little for a table; the JSON has them.
+_LEAST_SHARE = 0.05
 
 
 def section(result: Modules, analysis: Analysis, most_rows: int) -> Section | None:
     """A table of modules, those with most time first."""
+    if result.attributed_ns < _LEAST_SHARE * result.total_ns:
+        return None
     most = min(most_rows, _MOST)
     cells = tuple(
         (
