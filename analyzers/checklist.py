@@ -1,6 +1,10 @@
 """The field's own order of work: one device first, then memory, layout, balance and scale.
 
-Each item says what it saw, or that it cannot be said, and what comes next. ``unknown`` is an answer.
+Each item says what it saw, or that it cannot be said, and what comes next. ``unknown`` is an answer; but of a source
+that holds no time (a dump, a snapshot, a schedule) only what it can say is listed.
+
+Beside the summary it reads the studies: kernels for the first item, groups for the layout, the pipeline's bubble and
+the owners of memory for the balance.
 """
 
 from __future__ import annotations
@@ -12,6 +16,10 @@ from trine.analyzers.findings._frees import zero
 from trine.analyzers.findings._memory import fullest
 from trine.analyzers.findings._waits import latest, split_exposed
 from trine.analyzers.results import CheckItem, Finding
+from trine.analyzers.studies import result_of
+from trine.analyzers.studies.groups import GroupsResult
+from trine.analyzers.studies.kernel_efficiency import KernelEfficiency
+from trine.analyzers.studies.pipeline import Pipeline
 from trine.analyzers.units import percent, rank_list, size
 
 __all__ = ["checklist"]
@@ -27,13 +35,22 @@ FITS_SHARE = 0.92
 #: Exposed communication, waits included, and spread of peaks over ranks that still count as balance.
 EXPOSED_SHARE = 0.10
 SPREAD_SHARE = 0.15
+#: Bubble beyond the schedule's ideal that is still balance.
+BUBBLE_EXCESS = 0.10
+#: A tensor group may be halved where the peak, doubled, would still fit, and its communication costs this much.
+ROOMY_SHARE = 0.45
+TENSOR_SHARE = 0.10
 #: Below this a run cannot scale linearly, whatever other device counts would show.
 LINEAR_BOUND = 0.80
 
 
 def checklist(facts: Facts, findings: tuple[Finding, ...]) -> tuple[CheckItem, ...]:
-    """The five items, in order."""
-    return (_mfu(facts, findings), _zero(facts), _layout(facts), _balance(facts, findings), _scaling(facts))
+    """The five items, in order; of an untimed source those that it can say."""
+    items = (_mfu(facts, findings), _zero(facts), _layout(facts), _balance(facts, findings), _scaling(facts))
+    if facts.analysis.is_timed:
+        return items
+    sayable = {"layout-fits-model", "balance"}
+    return tuple(item for item in items if item.id in sayable and item.state != "unknown")
 
 
 def _mfu(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
@@ -45,7 +62,11 @@ def _mfu(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
         missing = "no model FLOPs, no step time or no peak of the device is known"
         said = next((note.message for note in facts.analysis.data_quality if note.id == "no-mfu"), None)
         cure = "Record with trine.profile(model=…); run trine hardware --calibrate for a device without a known peak."
-        return CheckItem(id, title, "unknown", said or f"MFU cannot be said: {missing}", cure)
+        words = said or f"MFU cannot be said: {missing}"
+        kernels = _kernels(facts)
+        if kernels:
+            words = f"{'; '.join(kernels)}; {words}"
+        return CheckItem(id, title, "unknown", words, cure)
     low, high = min(known), max(known)
     words = percent(low) if low == high else f"{percent(low)} to {percent(high)}, by convention"
     named = f" ({mfu.convention})" if mfu.convention and mfu.value is not None else ""
@@ -59,10 +80,28 @@ def _mfu(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
         if key.startswith(("precision.", "compute.", "data."))
     ]
     cure = f"Start with {', '.join(dict.fromkeys(keys))}." if keys else "Look at precision and fused kernels."
+    evidence = "; ".join([f"MFU {words}{named}", *_kernels(facts)])
     state: State = "fail" if high < MFU else "unknown"
     if state == "unknown":
         cure = "Choose a convention with --convention; they differ on either side of one half."
-    return CheckItem(id, title, state, f"MFU {words}{named}", cure)
+    return CheckItem(id, title, state, evidence, cure)
+
+
+def _kernels(facts: Facts) -> list[str]:
+    """What kernels say of one device's use: distance to the roofline, tensor cores, short kernels."""
+    found = result_of(facts.analysis, "kernel_efficiency", KernelEfficiency)
+    if found is None or found.basis != "device" or not found.total_ns:
+        return []
+    said = []
+    if found.roofline_ns is not None and found.roofline_ns[0]:
+        took, least = found.roofline_ns
+        said.append(f"operators known from their shapes reach {percent(least / took)} of the roofline")
+    known = sum(ns for state, ns in found.products.items() if state in ("used", "unused"))
+    if known:
+        said.append(
+            f"{percent(found.products.get('used', 0) / known)} of the products' time is on tensor cores"
+        )
+    return said
 
 
 def _zero(facts: Facts) -> CheckItem:
@@ -130,13 +169,30 @@ def _layout(facts: Facts) -> CheckItem:
             f"{words} with data parallelism alone, the cheapest layout that fits",
             "Go on to balance.",
         )
-    return CheckItem(
-        id,
-        title,
-        "unknown",
-        f"{words}; which dimensions are parallel was not recorded",
-        "Measure other layouts, and compare them with trine compare.",
+    return _by_groups(facts, words, fill.share)
+
+
+def _by_groups(facts: Facts, words: str, filled: float) -> CheckItem:
+    """A layout of several dimensions, as its communication shows it."""
+    id, title = "layout-fits-model", "The parallel layout fits the model's size"
+    compare = "Measure other layouts, and compare them with trine compare."
+    groups = result_of(facts.analysis, "groups", GroupsResult)
+    kinds = (
+        []
+        if groups is None
+        else [one for one in groups.kinds if one.kind not in ("unknown", "world") and one.sizes]
     )
+    if not kinds:
+        evidence = f"{words}; which dimensions are parallel was not recorded"
+        return CheckItem(id, title, "unknown", evidence, compare)
+    named = ", ".join(f"{one.kind} {max(one.sizes)}" for one in kinds)
+    tensor = next((one for one in kinds if one.kind == "tensor"), None)
+    exposed = None if tensor is None else tensor.exposed_share
+    if tensor is not None and exposed is not None and filled <= ROOMY_SHARE and exposed >= TENSOR_SHARE:
+        evidence = f"{words}, parallel by {named}; tensor parallelism leaves {percent(exposed)} of the window exposed"
+        cure = f"Try parallel.tensor = {max(tensor.sizes) // 2}: twice the memory a rank still fits."
+        return CheckItem(id, title, "fail", evidence, cure)
+    return CheckItem(id, title, "unknown", f"{words}, parallel by {named}", compare)
 
 
 def _balance(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
@@ -144,7 +200,8 @@ def _balance(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
     if facts.world < 2:
         return CheckItem(id, title, "pass", "one rank: nothing to balance", "Go on to scaling.")
     split, spread = split_exposed(facts), _spread(facts)
-    if split is None:
+    bubble = result_of(facts.analysis, "pipeline", Pipeline)
+    if split is None and bubble is None:
         return CheckItem(
             id,
             title,
@@ -152,20 +209,35 @@ def _balance(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
             "exposed communication was not seen",
             "Record with trine.profile, or trace all ranks.",
         )
-    seen = [f"{percent(split.exposed)} of the {facts.unit} is exposed communication"]
+    seen = []
+    if split is not None:
+        seen.append(f"{percent(split.exposed)} of the {facts.unit} is exposed communication")
+    if bubble is not None:
+        ideal = "" if bubble.ideal_ratio is None else f" (its schedule's ideal {percent(bubble.ideal_ratio)})"
+        seen.append(f"{percent(bubble.bubble_ratio)} of an iteration is pipeline bubble{ideal}")
     if spread is not None:
         seen.append(f"peak memory differs by {percent(spread)} over ranks")
     late = next((finding for finding in findings if finding.id == "straggler"), None)
     if late is not None:
         ranks = [row["rank"] for row in late.evidence["ranks"]]
         seen.append(f"{rank_list(ranks)} late")
-    uneven = late is not None or split.exposed > EXPOSED_SHARE or (spread or 0.0) > SPREAD_SHARE
+    exposed = split is not None and split.exposed > EXPOSED_SHARE
+    uneven = late is not None or exposed or _bubbles(bubble) or (spread or 0.0) > SPREAD_SHARE
     if facts.analysis.source.missing_ranks and not uneven:
         return CheckItem(
             id, title, "unknown", "; ".join(seen) + "; ranks are missing", "Add the missing ranks' files."
         )
     cure = "Mend the faults above, the largest first." if uneven else "Go on to scaling."
     return CheckItem(id, title, "fail" if uneven else "pass", "; ".join(seen), cure)
+
+
+def _bubbles(pipeline: Pipeline | None) -> bool:
+    """Whether a pipeline's bubble is more than balance bears: beyond its schedule's own, or by itself."""
+    if pipeline is None:
+        return False
+    if pipeline.ideal_ratio is None:
+        return pipeline.bubble_ratio > BUBBLE_EXCESS
+    return pipeline.bubble_ratio - pipeline.ideal_ratio > BUBBLE_EXCESS
 
 
 def _spread(facts: Facts) -> float | None:
