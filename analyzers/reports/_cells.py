@@ -22,11 +22,13 @@ Words = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The ranks that are shown, how many are not, and the rows of a table."""
+    """The ranks that are shown, how many are not, and the rows of a table. ``brief``: what another section says better,
+    or what only says that nothing is known, is left out."""
 
     ranks: tuple[RankResult, ...]
     hidden: int
     rows: int
+    brief: bool = False
 
     def note(self, text: Words) -> str:
         """What is said under a table by rank."""

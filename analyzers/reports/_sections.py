@@ -166,11 +166,10 @@ def _step_series(text: Words, limits: Limits) -> Series | None:
 
 def work(analysis: Analysis, text: Words, limits: Limits) -> Section | None:
     """The kernels and operators that take most time."""
-    blocks = tuple(
-        _named(rows, text, text[title], limits.rows)
-        for rows, title in ((analysis.kernels, "kernels_title"), (analysis.operators, "operators_title"))
-        if rows
-    )
+    tables = [(analysis.kernels, "kernels_title"), (analysis.operators, "operators_title")]
+    if limits.brief and analysis.kernels and "kernel_efficiency" in analysis.studies:
+        tables.pop()  # what operators cost the device is the study's to say
+    blocks = tuple(_named(rows, text, text[title], limits.rows) for rows, title in tables if rows)
     return Section("work", text["work"], blocks) if blocks else None
 
 
@@ -201,9 +200,11 @@ def _named(rows: Iterable[NamedTime], text: Words, title: str, most: int) -> Tab
     return Table(columns, cells, title, text["more_rows"].format(left=hidden) if hidden > 0 else "")
 
 
-def utilisation(analysis: Analysis, text: Words) -> Section:
+def utilisation(analysis: Analysis, text: Words, limits: Limits) -> Section | None:
     """MFU by convention, with every input's origin, and the hardware's numbers with theirs."""
     mfu, hardware = analysis.mfu, analysis.hardware
+    if limits.brief and (mfu is None or (mfu.value is None and not mfu.range)):
+        return None  # the order of work says so, and why
     blocks: list[Block] = []
     if mfu is None or (mfu.value is None and not mfu.range):
         blocks.append(Paragraph(text["no_mfu"]))

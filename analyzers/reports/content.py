@@ -36,11 +36,11 @@ def compose(
     brief: bool = False,
 ) -> Document:
     """The report of ``analysis``. At most ``most_ranks`` ranks and ``most_rows`` rows a table are taken, in what studies add
-    ``most_detail``; what is left out is said under the table. ``brief`` names the studies without a result, and leaves
-    their reasons to the other forms. Raises ``UsageError`` for a language that does not exist."""
+    ``most_detail``; what is left out is said under the table. ``brief`` leaves out what another section says better, and
+    of studies without a result all but their names. Raises ``UsageError`` for a language that does not exist."""
     text = words(language)
     shown, hidden = _pick_ranks(analysis.ranks, most_ranks)
-    limits = Limits(shown, hidden, most_rows)
+    limits = Limits(shown, hidden, most_rows, brief)
     timed = analysis.is_timed
     placed = [
         (0, _findings(analysis, text)),
@@ -50,7 +50,7 @@ def compose(
         (30, _exchange.communication(analysis, text, limits)),
         (40, _exchange.memory(analysis, text, limits)),
         (50, _sections.work(analysis, text, limits)),
-        (78, _sections.utilisation(analysis, text) if timed else None),
+        (78, _sections.utilisation(analysis, text, limits) if timed else None),
         (90, _checklist(analysis, text) if timed else None),
         (95, _quality(analysis, text, most_rows * 2, brief)),
         *studies.placed_sections(analysis, most_rows if most_detail is None else most_detail),

@@ -44,8 +44,8 @@ __all__ = ["WIDTH", "render", "render_document"]
 WIDTH = 100
 #: Ranks and rows a terminal shows; the other forms show more.
 MOST_RANKS = 16
-MOST_ROWS = 10
-MOST_DETAIL = 6
+MOST_ROWS = 8
+MOST_DETAIL = 5
 
 #: The look's colours; of each pair the one that reads on black and on white.
 COLOURS = {

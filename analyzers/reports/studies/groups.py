@@ -9,7 +9,7 @@ from trine.analyzers.units import duration, percent, rate
 
 __all__ = ["ORDER", "section"]
 
-ORDER = 45
+ORDER = 32
 
 _NAMES = {
     "data": "data",

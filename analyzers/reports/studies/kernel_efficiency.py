@@ -15,7 +15,7 @@ from trine.analyzers.units import count, duration, percent, rate
 
 __all__ = ["ORDER", "section"]
 
-ORDER = 50
+ORDER = 52
 
 #: Rows of a table here: the JSON has fifty.
 _MOST = 10

@@ -11,7 +11,7 @@ from trine.analyzers.units import percent, size
 
 __all__ = ["ORDER", "section"]
 
-ORDER = 50
+ORDER = 42
 
 #: A terminal shows this many owners unless told otherwise; owners below this share of the peak are summed.
 LEAST_SHARE = 0.005

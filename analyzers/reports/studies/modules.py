@@ -10,7 +10,7 @@ from trine.analyzers.units import count, duration, percent
 
 __all__ = ["ORDER", "section"]
 
-ORDER = 52
+ORDER = 54
 
 _MOST = 12
 #: Below this share of the work the names say too little for a table; the JSON has them.
