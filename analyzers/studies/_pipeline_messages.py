@@ -49,10 +49,10 @@ def from_messages(rank: Rank, selected: Selected) -> Messages | None:
     if neighbours is None:
         return None
     before, after = neighbours
-    begin, end = _computing(rank, selected)
+    begin, end, own_step = _computing(rank, selected)
     if not len(begin):
         return None
-    pieces = _pieces(begin, end, sends, peer, time, step, before, after)
+    pieces = _pieces((begin, end, own_step), sends, peer, time, step, before, after)
     return Messages(pieces, union(begin, end), before, after) if len(pieces[0]) else None
 
 
@@ -89,8 +89,8 @@ def _neighbours(sends: Array, peer: Array, step: Array) -> tuple[int | None, int
     return other, (rest[0] if rest else None)
 
 
-def _computing(rank: Rank, selected: Selected) -> tuple[Array, Array]:
-    """Starts and ends of computing, the optimizer's left out."""
+def _computing(rank: Rank, selected: Selected) -> tuple[Array, Array, Array]:
+    """Starts, ends and steps of computing, the optimizer's left out."""
     if has_device_work(rank):
         device = rank.device
         assert device is not None
@@ -101,14 +101,22 @@ def _computing(rank: Rank, selected: Selected) -> tuple[Array, Array]:
             & selected.holds(device["step"])
         )
         rows = np.flatnonzero(keep & (device["end_ns"] > device["start_ns"]))
-        return device["start_ns"][rows], device["end_ns"][rows]
+        return device["start_ns"][rows], device["end_ns"][rows], device["step"][rows]
     spans = top_level_operators(rank.host)
-    return spans.start, spans.end
+    return spans.start, spans.end, _steps_at(rank, spans.start)
+
+
+def _steps_at(rank: Rank, times: Array) -> Array:
+    """The step that each time lies in, MISSING for none."""
+    if rank.steps is None or not len(rank.steps):
+        return np.full(len(times), MISSING, dtype=np.int64)
+    order = np.argsort(rank.steps["start_ns"], kind="stable")
+    place = np.searchsorted(rank.steps["start_ns"][order], times, side="right") - 1
+    return np.where(place >= 0, rank.steps["index"][order][np.maximum(place, 0)], MISSING)
 
 
 def _pieces(
-    begin: Array,
-    end: Array,
+    work: tuple[Array, Array, Array],
     sends: Array,
     peer: Array,
     time: Array,
@@ -116,35 +124,46 @@ def _pieces(
     before: int | None,
     after: int | None,
 ) -> tuple[Array, ...]:
-    """The computing between two messages as one piece, named by what surrounds it.
+    """The computing of one step between two messages as one piece, named by what surrounds it.
 
     Receives bound pieces on the first stage alone, where a backward ends without a message: elsewhere they
     are posted ahead and end in the middle of other work.
     """
+    begin, end, own = work
     bounds = np.ones(len(sends), dtype=bool) if before is None else sends
     sends, peer, time, step = sends[bounds], peer[bounds], time[bounds], step[bounds]
     place = np.searchsorted(time, begin, side="right")  # messages that came before it
-    order = np.argsort(place, kind="stable")
-    held, first = np.unique(place[order], return_index=True)
+    order = np.lexsort((own, place))
+    changes = (np.diff(place[order]) != 0) | (np.diff(own[order]) != 0)
+    first = np.concatenate(([0], np.flatnonzero(changes) + 1))
+    held, steps = place[order][first], own[order][first]
     start = np.minimum.reduceat(begin[order], first)
     done = np.maximum.reduceat(end[order], first)
-    direction = np.array([_direction(int(one), sends, peer, before, after) for one in held], dtype=np.int64)
-    # What follows the last message is of the step that this was in.
-    steps = step[np.minimum(held, len(step) - 1)]
-    iteration = np.where(steps == MISSING, 0, steps)
+    direction = np.array(
+        [
+            _direction(int(one), int(of), sends, peer, step, before, after)
+            for one, of in zip(held, steps, strict=True)
+        ],
+        dtype=np.int64,
+    )
     index = np.zeros(len(held), dtype=np.int64)
     counts: dict[tuple[int, int], int] = {}
     for row, key in enumerate(zip(steps.tolist(), direction.tolist(), strict=True)):
         index[row] = counts[key] = counts.get(key, -1) + 1
+    iteration = np.where(steps == MISSING, 0, steps)
     stage = np.full(len(held), -1, dtype=np.int64)
     known = direction >= 0
     return tuple(column[known] for column in (iteration, stage, index, direction, start, done))
 
 
-def _direction(place: int, sends: Array, peer: Array, before: int | None, after: int | None) -> int:
-    """What lies between message ``place − 1`` and message ``place``; −1 for neither forward nor backward."""
-    gradient_in = place > 0 and not sends[place - 1]  # of the first stage alone
-    if place == len(sends) or not sends[place]:
+def _direction(
+    place: int, of: int, sends: Array, peer: Array, step: Array, before: int | None, after: int | None
+) -> int:
+    """What lies in step ``of`` between message ``place − 1`` and message ``place``; −1 for neither forward nor backward."""
+    opened = place > 0 and int(step[place - 1]) == of
+    closed = place < len(sends) and int(step[place]) == of
+    gradient_in = opened and not sends[place - 1]  # of the first stage alone
+    if not closed or not sends[place]:
         return _BACKWARD if gradient_in else -1
     if before is None:
         return _BOTH if gradient_in else _FORWARD
