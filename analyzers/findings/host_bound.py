@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trine.analyzers.results import Breakdown, Finding, Recommendation
+from trine.analyzers.results import Finding, Recommendation
+from trine.analyzers.studies.launch_queue import KEY as QUEUE
+from trine.analyzers.studies.launch_queue import QueuePart
 from trine.analyzers.units import duration, percent
 
+from . import blocking_calls
+from ._blocking import DISTURBED_TIMES, Replayed, replayed_of, step_ns_of
 from ._facts import Facts, RankFacts, typical
 from ._gain import predict
 
@@ -22,8 +26,8 @@ DEVICE_SHARE = 0.15
 CPU_SHARE = 0.50
 #: ... and is much of a step this short, whatever one does.
 CPU_STEP_NS = 5_000_000
-#: A deep window whose steps take this many times the usual ones shows the profiler, not the program.
-DISTURBED_TIMES = 1.5
+#: A queue of which more work than this share has no launch on record says nothing.
+LOST_SHARE = 0.05
 #: Of the usual step, what lies outside loader, forward, backward and optimizer: logging, metrics,
 #: evaluation, checkpoints.
 OUTSIDE_SHARE = 0.25
@@ -37,6 +41,8 @@ class _Idle:
     host: float | None
     sync: float | None
     outside: float | None
+    queue: QueuePart | None = None
+    replayed: Replayed | None = None
 
     @property
     def between(self) -> float | None:
@@ -55,21 +61,27 @@ def _idle_of(facts: Facts, rank: RankFacts) -> _Idle | None:
     # A device may work on while its host logs: there, only its own idle time counts.
     outside = None if facts.on_accelerator else rank.usual("other")
     usual_ns = facts.step_ns if len(rank.durations) else None  # steps that ran without a profiler
-    if breakdown is None or _step_ns(breakdown) > DISTURBED_TIMES * (usual_ns or _step_ns(breakdown)):
+    if breakdown is None or step_ns_of(breakdown) > DISTURBED_TIMES * (usual_ns or step_ns_of(breakdown)):
         return None if outside is None else _Idle(rank.rank, None, None, outside)
     host, sync = breakdown.idle.host / breakdown.window_ns, breakdown.idle.sync / breakdown.window_ns
+    queue: QueuePart | None = rank.result.summary.parts.get(QUEUE)
+    if queue is not None and host + sync > 0:
+        # What waited in another stream's queue was the device's to start: only an empty queue is the host's doing.
+        scale = min(queue.starved_ns / max(queue.window_ns, 1) / (host + sync), 1.0) if _tells(queue) else 1.0
+        host, sync = host * scale, sync * scale
     # Under a profiler every operator costs more. Steps that ran without one say how much: that much of
     # the idle time is its doing, not the program's.
     if usual_ns and breakdown.steps:
-        step_ns = _step_ns(breakdown)
+        step_ns = step_ns_of(breakdown)
         real = max((host + sync) * step_ns - max(step_ns - usual_ns, 0.0), 0.0) / usual_ns
         scale = min(real / (host + sync), 1.0) if host + sync > 0 else 0.0
         host, sync = host * scale, sync * scale
-    return _Idle(rank.rank, host, sync, outside)
+    return _Idle(rank.rank, host, sync, outside, queue, replayed_of(facts, rank))
 
 
-def _step_ns(breakdown: Breakdown) -> float:
-    return breakdown.window_ns / max(len(breakdown.steps), 1)
+def _tells(queue: QueuePart) -> bool:
+    """Whether nearly all work has a launch: else the queue looks emptier than it was."""
+    return queue.without_launch <= LOST_SHARE * (queue.work + queue.without_launch)
 
 
 def _threshold(facts: Facts) -> float:
@@ -83,9 +95,16 @@ def find(facts: Facts) -> Finding | None:
         return None
     if idle.outside is not None and idle.outside >= max(OUTSIDE_SHARE, idle.between or 0.0):
         return _outside(facts, idle, idle.outside)
-    if idle.between is None or idle.between < _threshold(facts):
+    if idle.between is None:
         return None
-    return _between(facts, idle, idle.between)
+    share = _without_blocking(facts, idle, idle.between)
+    return None if share < _threshold(facts) else _between(facts, idle, share)
+
+
+def _without_blocking(facts: Facts, idle: _Idle, share: float) -> float:
+    """What is left to this rule where blocking calls are a fault of their own: they run the queue dry too."""
+    blocked = blocking_calls.found_in(facts)
+    return share if blocked is None else max(share - blocked.blocking, 0.0)
 
 
 def _outside(facts: Facts, idle: _Idle, share: float) -> Finding:
@@ -123,8 +142,8 @@ def _between(facts: Facts, idle: _Idle, share: float) -> Finding:
         id=ID,
         kind=KIND,
         title=title,
-        evidence=_evidence(idle, stall_ns, "breakdown"),
-        recommendation=_recommendation(facts, stall_ns, share, blocks),
+        evidence={**_evidence(idle, stall_ns, "breakdown"), **_of_queue(facts, idle)},
+        recommendation=_recommendation(facts, idle, stall_ns, share, blocks),
         severity=share,
     )
 
@@ -140,14 +159,28 @@ def _evidence(idle: _Idle, stall_ns: int, basis: str) -> dict[str, Any]:
     }
 
 
-def _recommendation(facts: Facts, stall_ns: int, share: float, blocks: bool) -> Recommendation:
+def _of_queue(facts: Facts, idle: _Idle) -> dict[str, Any]:
+    """How empty the launch queue was, and what the replay says of a host that takes no time."""
+    found: dict[str, Any] = {}
+    if idle.queue is not None:
+        found["queue_empty_share"] = round(idle.queue.starved_ns / max(idle.queue.window_ns, 1), 4)
+        found["nothing_waits_share"] = round(idle.queue.host_bound_share, 4)
+        found["launch_to_start_ns"] = idle.queue.median_lead_ns
+        found["kernel_ns"] = idle.queue.median_length_ns
+    if idle.replayed is not None:
+        found["gain_without_host_ns"] = facts.step_part_ns(idle.replayed.host)
+    return found
+
+
+def _recommendation(facts: Facts, idle: _Idle, stall_ns: int, share: float, blocks: bool) -> Recommendation:
     # Fewer launches: compilation joins elementwise chains, so between a fifth and most of the gaps go.
     # The low end also allows for what a profiler itself adds to the host.
     prediction = predict(
         facts,
-        stall_ns,
+        _at_most(facts, idle, stall_ns),
         (0.15, 0.45, 0.8),
-        "host-caused idle time × share that fewer launches and synchronisations remove",
+        "host-caused idle time (no more than the replay gains without the host) × share that fewer launches and "
+        "synchronisations remove",
         {"idle_share": round(share, 4)},
     )
     if blocks:
@@ -172,6 +205,13 @@ def _recommendation(facts: Facts, stall_ns: int, share: float, blocks: bool) -> 
         numerics="reordered floating-point operations: losses agree to about 1e-6 in fp32; dropout masks differ from eager",
         predicted=prediction,
     )
+
+
+def _at_most(facts: Facts, idle: _Idle, stall_ns: int) -> int:
+    """No more than the step would gain did the host take no time at all between launches."""
+    if idle.replayed is None:
+        return stall_ns
+    return min(stall_ns, facts.step_part_ns(max(idle.replayed.host, idle.replayed.blocking)))
 
 
 def healthy(facts: Facts) -> str | None:

@@ -26,7 +26,7 @@ _COMMUNICATION = DEVICE_KINDS.index("communication")
 #: Host kind → category of the path; everything that is neither an operator nor the loader is Python's.
 _OF_HOST = np.array(
     [
-        CATEGORIES.index({"operator": "operator", "runtime": "operator", "sync": "operator", "loader": "loader"}.get(kind, "python"))
+        CATEGORIES.index({"operator": "operator", "runtime": "operator", "sync": "synchronization", "loader": "loader"}.get(kind, "python"))
         for kind in HOST_KINDS
     ]
 )  # fmt: skip
@@ -134,9 +134,8 @@ class Vanished:
         return replace(self.base, weight=np.where(mask, self.base.weight - self.duration, self.base.weight))
 
     def blocking(self, mask: Array) -> Scenario:
-        """With some blocking calls that return at once."""
-        base = self.base
-        return replace(base, held=base.held & ~mask, cost=np.where(mask, 0, base.cost))
+        """With some blocking calls that wait for nothing."""
+        return replace(self.base, held=self.base.held & ~mask)
 
     def host(self, stretches: Array, work: Array, waits: Array) -> Scenario:
         """Without some stretches of the host's timeline, some work and some waits."""
@@ -154,6 +153,7 @@ class Vanished:
         plan, graph = self.plan, self.graph
         at_begin = gone(self.epoch_begin)
         scenario = self.blocking(waits)
+        scenario = replace(scenario, cost=np.where(waits, 0, scenario.cost))
         ready, weight = scenario.ready, scenario.weight
         known = ready > NEVER // 2
         ready = np.where(known, ready - (gone(graph.launch) - at_begin[plan.epoch]), ready)
@@ -170,9 +170,18 @@ def host_bounds(vanished: Vanished) -> list[Scenario]:
     everything = np.arange(len(vanished.timeline.start_ns))
     return [
         vanished.host(everything, nothing, no_wait),
-        vanished.blocking(graph.waits.row >= 0),
+        vanished.blocking(blocked_in(graph)),
         vanished.work(graph.kind == _COMMUNICATION),
     ]
+
+
+def blocked_in(graph: Graph) -> Array:
+    """Which calls had to wait for work that is on record. After the last launch of the window a wait holds
+    nothing up in it."""
+    waits = graph.waits
+    ended = graph.end[np.maximum(waits.work, 0)] if len(graph) else waits.end
+    last = int(graph.launch.max()) if len(graph) else NEVER
+    return np.asarray((waits.row >= 0) & (waits.work >= 0) & (ended > waits.start) & (waits.end <= last))
 
 
 @dataclass(slots=True)
@@ -320,8 +329,7 @@ def _of_blocking(vanished: Vanished, path: Expanded) -> list[_Draft]:
     host, waits = graph.host, graph.waits
     if host is None or not len(waits):
         return []
-    ended = graph.end[np.maximum(waits.work, 0)] if len(graph) else waits.end
-    blocked = (waits.work >= 0) & (ended > waits.start) & (waits.row >= 0)
+    blocked = blocked_in(graph)
     if not blocked.any():
         return []
     call = _names(host, waits.row)

@@ -1,9 +1,9 @@
 """The step over again with some of its work gone: a longest-path recurrence, many scenarios at once.
 
-On one stream, end[i] = max(ready[i], end[i−1]) + w[i] unrolls to sums and a running maximum: over a
-stretch a…b in which nothing else interferes,
+On one stream, end[i] = max(ready[i], end[i−1] + g[i]) + w[i], with g the gap that the machine leaves between
+two pieces of work, unrolls to sums and a running maximum: over a stretch a…b in which nothing else interferes,
 
-    end[b] = max(end[a−1] + Σ w,  host + max over j of (offset[j] + Σ w[j…b]))
+    end[b] = max(end[a−1] + Σ (g + w),  host + max over j of (offset[j] + w[j] + Σ (g + w)[j+1…b]))
 
 with one shift of the host for all launches between two blocking calls. So a stretch is two numbers, and
 only the places where streams or the host wait for one another are walked one by one. This is the
@@ -26,6 +26,9 @@ __all__ = ["Plan", "Scenario", "measured", "modelled", "plan_of", "replay"]
 
 Array = npt.NDArray[Any]
 
+#: The machine leaves no longer gap between two pieces of work; where the median is longer, something else is.
+MOST_GAP_NS = 10_000
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
@@ -37,10 +40,12 @@ class Plan:
     last: Array
     before: Array  # the stretch before it on its lane, -1
     source: Array  # the stretch that it waits for, -1
+    gap: Array  # of each work: what the machine leaves between it and the one before on its lane
     order: Array  # nodes: a stretch, or −1 − a wait
     wait_epoch: Array  # of each wait: the epoch in which it was called
     wait_source: Array  # the stretch that it waits for, -1
     final: Array  # the last stretch of each lane
+    usual_gap_ns: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +90,13 @@ def plan_of(graph: Graph) -> Plan:
     # By measured time: whatever something waits for began before it did. A return comes before what starts then.
     times = np.concatenate((waits.end, graph.start[first]))
     nodes = np.concatenate((-1 - np.arange(len(waits)), np.arange(len(first))))
+    gap, usual = _gaps(graph)
     is_last = np.append(graph.lane[1:] != graph.lane[:-1], True)[:count]
     return Plan(
-        graph, epoch, first, last, before, source, nodes[np.argsort(times, kind="stable")],
+        graph, epoch, first, last, before, source, gap, nodes[np.argsort(times, kind="stable")],
         np.searchsorted(waits.end, waits.start, side="right").clip(max=np.arange(len(waits))),
         np.where(waits.work >= 0, stretch[waits.work], -1) if count else np.full(len(waits), -1),
-        stretch[np.flatnonzero(is_last)],
+        stretch[np.flatnonzero(is_last)], usual,
     )  # fmt: skip
 
 
@@ -115,10 +121,12 @@ def replay(plan: Plan, scenarios: Sequence[Scenario]) -> Array:
 
 
 def _stretches(plan: Plan, scenario: Scenario) -> tuple[Array, Array]:
-    """Of each stretch: Σ w, and the largest of offset[j] + Σ w[j…end]."""
-    sums = np.cumsum(scenario.weight)
+    """Of each stretch: Σ w and the gaps inside, and the largest of offset[j] + w[j] + what follows to the end."""
+    sums = np.cumsum(scenario.weight + plan.gap)
     reach = np.maximum.reduceat(scenario.ready - (sums - scenario.weight), plan.first)
-    return np.add.reduceat(scenario.weight, plan.first), reach + sums[plan.last]
+    # The first one's gap counts against the work before it alone.
+    until = sums[plan.first] - scenario.weight[plan.first]
+    return sums[plan.last] - until, reach + sums[plan.last]
 
 
 def _walk(
@@ -130,11 +138,11 @@ def _walk(
     host: list[Array] = [np.zeros(width, dtype=np.int64)]
     start = np.zeros(width, dtype=np.int64)
     epoch = np.minimum(plan.epoch[plan.first], len(plan.graph.waits)).tolist() if len(plan.first) else []
-    before, source = plan.before.tolist(), plan.source.tolist()
+    before, source, gap = plan.before.tolist(), plan.source.tolist(), plan.gap[plan.first].tolist()
     wait_epoch, wait_source = plan.wait_epoch.tolist(), plan.wait_source.tolist()
     for node in plan.order.tolist():
         if node >= 0:
-            ready = end[before[node]] if before[node] >= 0 else start
+            ready = end[before[node]] + gap[node] if before[node] >= 0 else start
             if source[node] >= 0:
                 ready = np.maximum(ready, end[source[node]])
             end[node] = np.maximum(ready + total[node], host[epoch[node]] + from_host[node])
@@ -153,9 +161,12 @@ def _walk(
 def measured(plan: Plan) -> Scenario:
     """The step as it was: what the model does not explain stays where it was measured. Its replay is exact."""
     graph = plan.graph
-    ready = _ready(plan, graph.delay)
-    rest = graph.start - np.maximum(explained(graph), graph.begin_ns)
+    known = np.where(graph.launch > NEVER, graph.launch + graph.delay, NEVER)
+    known = np.maximum(known, graph.before_end() + plan.gap)
+    dependency = np.where(graph.dependency >= 0, graph.end[np.maximum(graph.dependency, 0)], NEVER)
+    rest = graph.start - np.maximum(np.maximum(known, dependency), graph.begin_ns)
     cost, after, waited = _returns(graph)
+    ready = _ready(plan, graph.delay)
     return Scenario(graph.end - graph.start + rest, ready, _calls(plan), cost, after, _tail(graph), waited)
 
 
@@ -163,22 +174,22 @@ def modelled(plan: Plan) -> Scenario:
     """The step from the model's constants and the measured durations alone: one launch delay, one gap between
     pieces of work. How far its length is off says how well the model holds."""
     graph = plan.graph
-    following = (graph.before_end() > graph.begin_ns) & (graph.start > NEVER)
-    behind = graph.start - graph.before_end()
-    queued = following & (graph.launch > NEVER) & (graph.launch + graph.delay_ns < graph.before_end())
-    gap = int(np.median(behind[queued])) if queued.any() else 0
-    weight = graph.end - graph.start + gap
-    ready = _ready(plan, np.maximum(graph.delay, graph.delay_ns) - gap)
+    ready = _ready(plan, np.maximum(graph.delay, graph.delay_ns))
     cost, after, waited = _returns(graph)
-    return Scenario(weight, ready, _calls(plan), cost, np.minimum(after, 10 * CALL_NS), _tail(graph), waited)
+    after = np.minimum(after, 10 * CALL_NS)
+    even = np.where(graph.first_in_lane(), 0, plan.usual_gap_ns - plan.gap)
+    return Scenario(graph.end - graph.start + even, ready, _calls(plan), cost, after, _tail(graph), waited)
 
 
-def explained(graph: Graph) -> Array:
-    """When each work could have started by all that is known, ns."""
-    known = np.where(graph.launch > NEVER, graph.launch + graph.delay, NEVER)
-    known = np.maximum(known, graph.before_end())
-    dependency = np.where(graph.dependency >= 0, graph.end[np.maximum(graph.dependency, 0)], NEVER)
-    return np.asarray(np.maximum(known, dependency))
+def _gaps(graph: Graph) -> tuple[Array, int]:
+    """The machine's gap before each work: the median where work was queued, and no more than was measured; and
+    that median."""
+    behind = graph.start - graph.before_end()
+    follows = ~graph.first_in_lane()
+    queued = follows & (graph.launch > NEVER) & (graph.launch + graph.delay_ns < graph.before_end())
+    queued &= graph.dependency < 0
+    usual = min(int(np.median(behind[queued])), MOST_GAP_NS) if queued.any() else 0
+    return np.where(follows, np.minimum(behind, usual), 0), usual
 
 
 def _epoch_begin(plan: Plan) -> Array:

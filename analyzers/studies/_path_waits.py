@@ -234,7 +234,9 @@ def _silent(graph: Graph, launches: Launches, blocking: Array) -> tuple[Array, A
         if len(times) < 2:
             continue
         long = np.flatnonzero(np.diff(times) >= SILENCE_NS)
-        long = long[~np.isin(label[long], blocking) & (label[long] >= 0)]
+        long = long[
+            (times[long + 1] <= graph.host_end_ns) & ~np.isin(label[long], blocking) & (label[long] >= 0)
+        ]
         start, end, row = times[long], times[long + 1], label[long]
         work = np.full(len(long), -1, dtype=np.int64)
         for key in launches.streams:

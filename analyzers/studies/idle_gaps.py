@@ -180,7 +180,9 @@ def _of_host(rank: Rank, selected: Selected) -> _Found | None:
 def _groups(found: _Found) -> list[GapGroup]:
     """Gaps by cause, by what ended them and by the operator that launched that."""
     operator = np.full(len(found.start), -1, dtype=np.int64)
-    if found.host is not None and found.host is not found.table:
+    if found.host is found.table:
+        operator = found.name.astype(np.int64)
+    elif found.host is not None:
         owner = np.where(found.launch >= 0, owners_of(found.host, np.maximum(found.launch, 0)), -1)
         operator = np.where(owner >= 0, found.host["name"][np.maximum(owner, 0)], -1).astype(np.int64)
     key = np.where(operator >= 0, operator, -2 - found.name.astype(np.int64))
