@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..errors import UnreadableInput
 from ..model import MISSING
 
-__all__ = ["MAGIC", "Database", "opened", "quoted"]
+__all__ = ["MAGIC", "Database", "constant", "is_constant", "opened", "quoted"]
 
 Array = npt.NDArray[Any]
 
@@ -35,6 +35,10 @@ _NOTHING = f"({MISSING + 1} - 1)"
 _LONGEST_BYTES = 64 << 20
 
 
+#: What SQLite raises on damage; its messages may quote what is no text.
+FAULTS = (sqlite3.Error, OverflowError, MemoryError, UnicodeDecodeError)
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[Database]:
     """The database at ``path``, closed in the end. Raises ``UnreadableInput`` where its schema cannot be read.
@@ -45,8 +49,8 @@ def opened(path: Path) -> Iterator[Database]:
     where = f"file:{quote(str(path.absolute()), errors='surrogateescape')}?mode=ro&immutable=1"
     try:
         connection = sqlite3.connect(where, uri=True, check_same_thread=False)
-    except sqlite3.Error as error:
-        raise UnreadableInput(f"{path} cannot be opened as an SQLite database: {error}") from None
+    except FAULTS as error:
+        raise UnreadableInput(f"{path} cannot be opened as an SQLite database: {_said(error)}") from None
     try:
         yield Database(connection, path)
     finally:
@@ -70,16 +74,31 @@ class Database:
         connection.text_factory = _text
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_BYTES)
         try:
-            for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "query_only=ON"):
+            # With a writable schema SQLite reads a file that was cut off, and skips what it cannot parse of the
+            # schema; the file itself is open for reading alone.
+            for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "query_only=ON", "writable_schema=ON"):
                 connection.execute(f"PRAGMA {pragma}")
-            # Views and virtual tables could run anything under a table's name.
+            # Views and virtual tables could run anything under a table's name; SQLite believes the text alone.
             rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
-        except sqlite3.Error as error:
+        except FAULTS as error:
             raise UnreadableInput(
-                f"{path} is a damaged SQLite database ({error}); export it again: nsys export --type sqlite"
+                f"{path} is a damaged SQLite database ({_said(error)}); export it again: nsys export --type sqlite"
             ) from None
         self.tables = frozenset(
-            str(name) for name, sql in rows if not str(sql).upper().startswith("CREATE VIRTUAL")
+            str(name) for name, sql in rows if str(sql).lstrip().upper().startswith("CREATE TABLE")
+        )
+
+    def missing_bytes(self) -> int:
+        """How much of the file was cut off, by what its header says (https://sqlite.org/fileformat2.html, 1.3)."""
+        with self.path.open("rb") as file:
+            header = file.read(100)
+        page = int.from_bytes(header[16:18], "big")
+        pages = int.from_bytes(header[28:32], "big")
+        in_header_valid = header[24:28] == header[92:96]
+        return (
+            max((65536 if page == 1 else page) * pages - self.path.stat().st_size, 0)
+            if in_header_valid
+            else 0
         )
 
     def columns(self, table: str) -> frozenset[str]:
@@ -114,12 +133,19 @@ class Database:
 
     def integers(self, table: str, columns: Sequence[str], where: str = "") -> dict[str, Array]:
         """Columns of integers, shape (rows,), :data:`MISSING` for NULL, text and columns that the table lacks."""
-        parts = [numbers for numbers, _ in self.chunks(table, columns, where=where)]
-        if not parts:
-            return {name: np.empty(0, np.int64) for name in columns}
-        whole = np.concatenate(parts)
-        parts.clear()
-        return {name: np.ascontiguousarray(whole[:, place]) for place, name in enumerate(columns)}
+        known = [name for name in columns if name in self.columns(table)]
+        found = _Filled(known, self._expected(table, where))
+        for numbers, _ in self.chunks(table, known, where=where):
+            found.add(numbers)
+        filled = found.columns()
+        return {name: filled[name] if name in filled else constant(MISSING, found.rows) for name in columns}
+
+    def _expected(self, table: str, where: str) -> int:
+        """How many rows a query will give: counting first saves holding all of them twice."""
+        if table not in self.tables:
+            return 0
+        found = self._all(table, f"SELECT COUNT(*) FROM {quoted(table)} {where}")
+        return min(int(found[0][0]), self._most_rows) if found else 0
 
     def chunks(
         self, table: str, columns: Sequence[str], others: Sequence[str] = (), where: str = ""
@@ -149,8 +175,8 @@ class Database:
                 if seen > self._most_rows:
                     self.damaged[table] = "its pages lead in a circle"
                     return
-        except (sqlite3.Error, OverflowError, MemoryError) as error:
-            self.damaged[table] = str(error) or type(error).__name__
+        except FAULTS as error:
+            self.damaged[table] = _said(error)
 
     def _all(self, table: str, query: str, values: Sequence[Any] = ()) -> list[Any]:
         found: list[Any] = []
@@ -160,8 +186,8 @@ class Database:
                 if len(found) > self._most_rows:
                     self.damaged[table] = "its pages lead in a circle"
                     break
-        except (sqlite3.Error, OverflowError, MemoryError) as error:
-            self.damaged[table] = str(error) or type(error).__name__
+        except FAULTS as error:
+            self.damaged[table] = _said(error)
         return found
 
     def lookup(self, table: str, key: str, value: str) -> Callable[[int], str | None]:
@@ -183,6 +209,41 @@ class Database:
         for rows in self._pieces(table, query):
             every.update((number, str(text)) for number, text in rows if text is not None)
         return every.get
+
+
+def constant(value: Any, rows: int) -> Array:
+    """A column of one value that takes no memory; it cannot be written to."""
+    return np.broadcast_to(np.asarray(value), (rows,))
+
+
+def is_constant(column: Array) -> bool:
+    """Whether a column is one of :func:`constant`."""
+    return column.strides == (0,)
+
+
+class _Filled:
+    """Columns that grow as chunks come: allocated once where the number of rows is known."""
+
+    def __init__(self, names: Sequence[str], rows: int) -> None:
+        self._columns = {name: np.empty(rows, np.int64) for name in names}
+        self.rows = 0
+
+    def add(self, numbers: Array) -> None:
+        end = self.rows + len(numbers)
+        for place, name in enumerate(self._columns):
+            if end > len(self._columns[name]):  # more than were counted: the file is damaged
+                self._columns[name] = np.resize(self._columns[name], 2 * end)
+            self._columns[name][self.rows : end] = numbers[:, place]
+        self.rows = end
+
+    def columns(self) -> dict[str, Array]:
+        return {name: column[: self.rows] for name, column in self._columns.items()}
+
+
+def _said(error: BaseException) -> str:
+    """What SQLite said, on one line."""
+    text = "" if isinstance(error, UnicodeDecodeError) else str(error)
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split()) or "damaged"
 
 
 def _text(raw: bytes) -> str:

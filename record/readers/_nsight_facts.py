@@ -10,7 +10,8 @@ from ..model import DeviceInfo, Rank
 from ._nsight_database import Database
 from ._nsight_ranges import Ranges
 from ._nsight_ranks import Place
-from ._nsight_tables import Calls, Work
+from ._nsight_tables import Calls
+from ._nsight_work import Work
 
 __all__ = ["describe", "say_what_was_odd", "zero_ns"]
 
@@ -155,6 +156,12 @@ def _say_what_is_absent(rank: Rank, database: Database) -> None:
 
 
 def _say_what_was_broken(rank: Rank, database: Database, broken: int, unfinished: int) -> None:
+    cut = database.missing_bytes()
+    if cut:
+        text = (
+            f"the file was cut off: {cut} of its bytes are missing; copy it again from where it was exported"
+        )
+        rank.note("truncated", "error", text)
     for table, why in sorted(database.damaged.items()):
         text = f"{table} is damaged ({why}); what could be read of it is used; export the report again"
         rank.note("damaged-table", "error", text)

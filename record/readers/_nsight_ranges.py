@@ -41,25 +41,23 @@ NCCL_CALL = re.compile(r"nccl[A-Z]\w*$")
 #: Times beyond this are damage: Unix time comes to 2^61 in the year 2043.
 _LATEST_NS = 1 << 61
 _MOST_REMEMBERED = 1 << 18
+#: Columns that are read, of the types of the host table.
+_TYPES = {"start_ns": np.int64, "end_ns": np.int64, "thread": np.int64, "kind": np.uint8, "name": np.int32,
+          "sequence": np.int64, "shapes": np.int32}  # fmt: skip
 _COLUMNS = ("start", "end", "eventType", "globalTid", "domainId", "textId")
 
 
 @dataclass(slots=True)
 class Ranges:
-    """Ranges of one process. ``payloads`` is row → what NCCL said there; ``unfinished`` were never closed."""
+    """Ranges of one process as columns of the ``host`` table. ``payloads`` is row → what NCCL said there;
+    ``unfinished`` were never closed."""
 
-    start_ns: Array
-    end_ns: Array
-    thread: Array
-    kind: Array
-    name: Array
-    sequence: Array
-    shapes: Array
+    columns: dict[str, Array]
     payloads: dict[int, NcclPayload] = field(default_factory=dict)
     unfinished: int = 0
 
     def __len__(self) -> int:
-        return len(self.start_ns)
+        return len(self.columns["start_ns"])
 
 
 def operator_name(text: str) -> tuple[str, int, str | None, bool]:
@@ -95,7 +93,7 @@ class _Reader:
         self._by_id = database.lookup("StringIds", "id", "value")
         self._names: dict[str, tuple[int, int, int, int]] = {}
         self._ids: dict[int, tuple[int, int, int, int]] = {}
-        self._parts: list[Array] = []
+        self._parts: dict[str, list[Array]] = {name: [] for name in _TYPES}
         self._found: dict[int, NcclPayload] = {}
         self._rows = 0
         self._unfinished = 0
@@ -107,14 +105,16 @@ class _Reader:
         self._unfinished += int((ranges & ~sound).sum())
         kept = np.flatnonzero(ranges & sound)
         texts, text_ids = extra["text"], numbers[:, 5].tolist()
-        named = np.array([self._named(texts[row], text_ids[row]) for row in kept.tolist()], dtype=np.int64)
-        named = named.reshape(len(kept), 4)
-        known = np.flatnonzero(named[:, 0] >= 0)
-        self._take_payloads(kept[known], extra)
+        named = [self._named(texts[row], text_ids[row]) for row in kept.tolist()]
+        known = np.array([one[0] >= 0 for one in named], dtype=bool)
         chosen = kept[known]
-        self._parts.append(
-            np.column_stack((start[chosen], end[chosen], numbers[chosen, 3], named[known])).astype(np.int64)
+        self._take_payloads(chosen, extra)
+        names, kinds, sequences, shapes = (
+            zip(*(one for one in named if one[0] >= 0), strict=True) if len(chosen) else ((),) * 4
         )
+        values = (start[chosen], end[chosen], numbers[chosen, 3], kinds, names, sequences, shapes)
+        for (name, type_), column in zip(_TYPES.items(), values, strict=True):
+            self._parts[name].append(np.array(column, dtype=type_))
         self._rows += len(chosen)
 
     def _take_payloads(self, rows: Array, extra: dict[str, tuple[Any, ...]]) -> None:
@@ -153,9 +153,9 @@ class _Reader:
         return known[0], known[1], sequence, self._strings.code(shapes)
 
     def result(self) -> Ranges:
-        whole = np.concatenate(self._parts) if self._parts else np.empty((0, 7), np.int64)
-        self._parts.clear()
-        start, end, thread, name, kind, sequence, shapes = (
-            np.ascontiguousarray(column) for column in whole.T
-        )
-        return Ranges(start, end, thread, kind, name, sequence, shapes, self._found, self._unfinished)
+        columns = {}
+        for name, type_ in _TYPES.items():
+            parts = self._parts.pop(name)
+            columns[name] = np.concatenate(parts) if parts else np.empty(0, type_)
+            parts.clear()
+        return Ranges(columns, self._found, self._unfinished)

@@ -15,16 +15,18 @@ import numpy as np
 
 from ..errors import UnreadableInput
 from ..model import MISSING, Job, Quality, Rank, RankSource, Strings, Table
-from ._kineto_tables import launches, mark_blocking_copies, parents, step_of
+from ._kineto_tables import launches, mark_blocking_copies, step_of
 from ._names import natural, ranks_of_names
 from ._nsight_collectives import GroupRanks, collectives_of
-from ._nsight_database import MAGIC, Database, opened
+from ._nsight_database import MAGIC, Database, constant, opened
 from ._nsight_facts import describe, say_what_was_odd, zero_ns
+from ._nsight_nesting import enclosing_rows
 from ._nsight_payloads import NcclPayload, Payloads
 from ._nsight_ranges import Ranges, read_ranges
 from ._nsight_ranks import FoundExport, Place, explore, known_tables, read_communicators
 from ._nsight_steps import steps_of_annotations
-from ._nsight_tables import Calls, Columns, read_calls, read_memory, read_metrics, read_waits, read_work
+from ._nsight_tables import Calls, Columns, read_calls, read_memory, read_metrics, read_waits
+from ._nsight_work import read_work
 
 __all__ = ["FORMAT", "open_job", "open_paths", "read_source", "recognizes"]
 
@@ -150,7 +152,7 @@ def _read(database: Database, place: Place, source: RankSource) -> Rank:
     describe(rank, database, place)
     work = read_work(database, place.process, place.device, strings)
     if work.columns:
-        rank.device = _table("device", work.columns, strings, zero, rank)
+        rank.device = _table("device", work.columns, strings, zero)
         work.columns.clear()
     calls = read_calls(database, place.process, strings)
     ranges = read_ranges(database, place.process, strings, Payloads(database))
@@ -168,16 +170,16 @@ def _read(database: Database, place: Place, source: RankSource) -> Rank:
     metrics = read_metrics(database, place.device, strings)
     for name, columns in (("synchronizations", waits), ("memory", memory), ("samples", metrics)):
         if columns is not None:
-            setattr(rank, name, _table(name, columns, strings, zero, rank))
+            setattr(rank, name, _table(name, columns, strings, zero))
     say_what_was_odd(rank, database, place, work, calls, ranges)
     return rank
 
 
-def _table(name: str, columns: Columns, strings: Strings, zero: int, rank: Rank) -> Table:
+def _table(name: str, columns: Columns, strings: Strings, zero: int) -> Table:
     """Columns as a table, its times moved to Unix time."""
     for column in ("start_ns", "end_ns", "time_ns"):
         if column in columns:
-            columns[column] = columns[column] + zero
+            columns[column] += zero
     return Table(name, columns, strings)
 
 
@@ -186,43 +188,49 @@ def _fill_host(rank: Rank, calls: Calls, ranges: Ranges, zero: int) -> dict[int,
     count = len(calls.columns["start_ns"]) if calls.columns else 0
     if not count + len(ranges):
         return {}
-    columns = _joined(calls.columns, ranges, count)
-    calls.columns.clear()
+    columns = _joined(calls.columns, ranges.columns, count)
     order = np.lexsort((-columns["end_ns"], columns["start_ns"]))
     for name in columns:
         columns[name] = columns[name][order]
     # The lowest bits are the thread's number; those above are the process and are the same for all.
     columns["thread"] = np.where(columns["thread"] == MISSING, 0, columns["thread"] & 0xFFFFFF)
-    columns["parent"] = parents(columns["thread"], columns["start_ns"], columns["end_ns"])
-    rank.host = _table("host", columns, rank.strings, zero, rank)
+    columns["parent"] = enclosing_rows(columns["thread"], columns["start_ns"], columns["end_ns"])
+    for name, nothing in _NEVER.items():
+        columns[name] = constant(nothing, len(order))
+    rank.host = _table("host", columns, rank.strings, zero)
     rank.steps, named = steps_of_annotations(rank.host)
     if rank.steps is not None:
         rank.host.columns["step"] = step_of(rank.host["start_ns"], rank.steps)
         rank.note("steps-from-annotations", "info", f"steps are the NVTX ranges called {named!r}")
+    if not ranges.payloads:
+        return {}
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     return {int(place[count + row]): payload for row, payload in ranges.payloads.items()}
 
 
-def _joined(calls: Columns, ranges: Ranges, count: int) -> Columns:
-    own: Columns = {
-        "start_ns": ranges.start_ns,
-        "end_ns": ranges.end_ns,
-        "thread": ranges.thread,
-        "kind": ranges.kind,
-        "name": ranges.name,
-        "sequence": ranges.sequence,
-        "shapes": ranges.shapes,
-    }
-    missing = {"sequence": MISSING, "correlation": MISSING, "shapes": -1}
+#: What an export says of no call and no range: one value for all rows, so the columns take no memory.
+_NEVER = {
+    "module": np.int32(-1),
+    "stack": np.int32(-1),
+    "types": np.int32(-1),
+    "forward_thread": np.int64(MISSING),
+    "flops": np.float64("nan"),
+}
+_MISSING_HERE = {"sequence": np.int64(MISSING), "correlation": np.int64(MISSING), "shapes": np.int32(-1)}
+
+
+def _joined(calls: Columns, ranges: Columns, count: int) -> Columns:
+    """Columns of both, which are emptied on the way."""
     joined: Columns = {}
-    for name in (*own, "correlation"):
-        first = calls.get(name) if calls else None
+    length = len(ranges["start_ns"])
+    for name in (*list(ranges), "correlation"):
+        first = calls.pop(name, None)
         if first is None:
-            first = np.full(count, missing.get(name, 0), np.int64)
-        second = own.get(name)
+            first = np.full(count, _MISSING_HERE.get(name, np.int64(0)))
+        second = ranges.pop(name, None)
         if second is None:
-            second = np.full(len(ranges), missing[name], np.int64)
+            second = np.full(length, _MISSING_HERE[name])
         joined[name] = np.concatenate((first, second))
     return joined
 
