@@ -58,7 +58,8 @@ summary{cursor:pointer;font-size:13px;margin:6px 0}
 table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;width:100%}
 th{font-weight:500;color:var(--quiet);text-align:left;border-bottom:1px solid var(--rule)}
 th,td{padding:4px 12px 4px 0;vertical-align:top}td{border-bottom:1px solid var(--rule)}
-th.right,td.right{text-align:right;white-space:nowrap}th{white-space:nowrap}td:first-child{overflow-wrap:anywhere}
+th.right,td.right{text-align:right;white-space:nowrap}th{white-space:nowrap}
+td.left{overflow-wrap:break-word}td.flexible{overflow-wrap:anywhere;min-width:110px}
 footer{margin-top:40px;font-size:13px}
 @media(max-width:700px){header{flex-direction:column}}
 @media print{nav{display:none}details{display:block}.finding{break-inside:avoid}}

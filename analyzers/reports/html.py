@@ -17,6 +17,7 @@ from .document import (
     Areas,
     Bars,
     Block,
+    Column,
     Document,
     FindingCard,
     Heat,
@@ -146,7 +147,7 @@ def _table(table: Table) -> str:
     )
     rows = "".join(
         "<tr>"
-        + "".join(_cell(cell, column.align) for cell, column in zip(row, table.columns, strict=True))
+        + "".join(_cell(cell, column) for cell, column in zip(row, table.columns, strict=True))
         + "</tr>"
         for row in table.rows
     )
@@ -156,9 +157,10 @@ def _table(table: Table) -> str:
     )
 
 
-def _cell(cell: str, align: str) -> str:
+def _cell(cell: str, column: Column) -> str:
     tip = f' title="{escape(shorten(cell, MOST_TOOLTIP))}"' if len(cell) > MOST_CELL else ""
-    return f'<td class="{align}"{tip}>{escape(shorten(cell, MOST_CELL))}</td>'
+    kind = f"{column.align} flexible" if column.flexible else column.align
+    return f'<td class="{kind}"{tip}>{escape(shorten(cell, MOST_CELL))}</td>'
 
 
 def _finding(card: FindingCard, text: Mapping[str, str]) -> str:
