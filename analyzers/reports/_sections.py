@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from trine.analyzers.kernel_names import short_name
 from trine.analyzers.results import Analysis, NamedTime
 from trine.analyzers.units import count, duration, percent
 
@@ -12,6 +13,9 @@ from ._cells import MOST_LINES, Limits, Words, left, right, share, thin
 from .document import Bars, Block, Paragraph, Section, Series, Table, clean
 
 __all__ = ["step_times", "utilisation", "where", "work"]
+
+#: Longer names of kernels are told by their words.
+_SHORT = 48
 
 
 # --- where the time goes ---------------------------------------------------------------------------
@@ -174,8 +178,8 @@ def work(analysis: Analysis, text: Words, limits: Limits) -> Section | None:
 
 
 def _short(name: str) -> str:
-    """A kernel's name without what every one of them says."""
-    return name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
+    """A kernel's name with the words that tell what it does; the JSON has all of it."""
+    return name if len(name) <= _SHORT else short_name(name)
 
 
 def _named(rows: Iterable[NamedTime], text: Words, title: str, most: int) -> Table:
