@@ -77,6 +77,8 @@ def _times(
         rows = np.flatnonzero(np.isin(marks.direction, codes))
         stage = marks.stage[rows]
         stage = np.where(stage < 0, 0, stage - 1 if swap else stage)
-        keys = zip(marks.iteration[rows].tolist(), stage.tolist(), marks.index[rows].tolist(), strict=True)
+        keys = zip(
+            marks.iteration[rows].tolist(), stage.tolist(), marks.microbatch[rows].tolist(), strict=True
+        )
         found.append(dict(zip(keys, column[rows].tolist(), strict=True)))
     return (found[1], found[0]) if swap else (found[0], found[1])

@@ -56,7 +56,7 @@ class Marks(NamedTuple):
 
     iteration: Array
     stage: Array
-    index: Array
+    microbatch: Array
     direction: Array
     start: Array
     end: Array
@@ -288,8 +288,10 @@ def _medians(marks: Marks) -> Array:
 
 def _counts(marks: Marks, iterations: Array) -> Array:
     """Distinct micro-batches that a stage worked on, per iteration."""
-    known = marks.index[marks.direction != BOTH] if (marks.direction != BOTH).any() else marks.index
-    rows = marks.iteration[marks.direction != BOTH] if len(known) != len(marks.index) else marks.iteration
+    known = marks.microbatch[marks.direction != BOTH] if (marks.direction != BOTH).any() else marks.microbatch
+    rows = (
+        marks.iteration[marks.direction != BOTH] if len(known) != len(marks.microbatch) else marks.iteration
+    )
     pairs = np.unique(np.stack([rows, known]), axis=1)
     return np.bincount(np.searchsorted(iterations, pairs[0]), minlength=len(iterations))
 

@@ -224,7 +224,7 @@ def _schedule(rows: Sequence[Work], layout: Layout, drawn: int) -> str | None:
             for direction, stage, index in zip(
                 marks.direction[rows_of].tolist(),
                 marks.stage[rows_of].tolist(),
-                marks.index[rows_of].tolist(),
+                marks.microbatch[rows_of].tolist(),
                 strict=True,
             )
         ]
@@ -257,7 +257,7 @@ def _drawing(
         for mark in np.flatnonzero(marks.iteration == drawn).tolist():
             found.append(
                 (row, int(marks.start[mark]) + offset, int(marks.end[mark]) + offset, int(marks.direction[mark]),
-                 int(marks.stage[mark]), int(marks.index[mark]))
+                 int(marks.stage[mark]), int(marks.microbatch[mark]))
             )  # fmt: skip
     zero = min(span[1] for span in found)
     per_row = max(MOST_SPANS // max(len(rows), 1), 1)

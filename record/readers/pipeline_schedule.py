@@ -124,7 +124,9 @@ class _File:
             starts, ends = entry.get(f"{prefix}_start"), entry.get(f"{prefix}_end")
             if not isinstance(starts, list) or not isinstance(ends, list):
                 continue
-            for chunk, (begun, done) in enumerate(zip_longest(_chunks(starts), _chunks(ends), fillvalue=[])):
+            none: list[Any] = []
+            pairs = zip_longest(_chunks(starts), _chunks(ends), fillvalue=none)
+            for chunk, (begun, done) in enumerate(pairs):
                 for index, (first, last) in enumerate(zip_longest(begun, done)):
                     start, end = _time(first, factor), _time(last, factor)
                     if start is None or end is None or end < start:
