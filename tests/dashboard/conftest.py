@@ -57,8 +57,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     (root / "broken" / "cut.json").write_text('{"schemaVersion": 1, "traceEvents": [{"ph": "X", "na')
     live = Recorder(root / "live")
     live.steps(5)
-    real = REAL_DATA / "traces" / "kineto"
-    roots = [root, *([real] if real.is_dir() else [])]
+    traces = REAL_DATA / "traces"
+    real = [traces / name for name in ("kineto", "pipeline_schedule", "memory_snapshot", "flight_recorder")]
+    roots = [root, *(folder for folder in real if folder.is_dir())]
     service = Service(roots, Background(interval_s=1.0), analyse=analyse, read=read)
     server = Server(service, "127.0.0.1", 0)
     thread = threading.Thread(target=server.run, daemon=True)

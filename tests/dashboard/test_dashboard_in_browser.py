@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -360,3 +361,71 @@ def test_eight_real_ranks_on_one_timeline(page: Any, site: Site, data: Any) -> N
         begins[0] == 0 and max(abs(begin) for begin in begins) < 1e8
     )  # one clock: within 100 ms of each other
     assert page.evaluate("window.trine.timeline.current.statistics.milliseconds") < 500
+
+
+# --- the studies, on real files ------------------------------------------------------------------------
+
+
+def explain(page: Any, site: Site, data: Path, run: str, theme: str = "light") -> None:
+    page.goto(f"{site.address}explain?run={run}&theme={theme}")
+    settle(page)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_pipelines_schedule_is_drawn_and_zooms(page: Any, site: Site, data: Path, theme: str) -> None:
+    explain(page, site, data, "pipeline_schedule/pp8", theme)
+    page.wait_for_selector("#pipeline .bars .point")
+    plot = "document.querySelector('#pipeline .js-plotly-plot')"
+    drawn_spans = page.evaluate(
+        f"{plot}.data.map(trace => [trace.name, trace.x.length, [...new Set(trace.y)].length])"
+    )
+    assert drawn_spans == [["forward", 8 * 16, 8], ["backward", 8 * 16, 8]]
+    whole = page.evaluate(f"[...{plot}.layout.xaxis.range]")
+    box = page.locator("#pipeline .js-plotly-plot .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=4)
+    page.mouse.up()
+    page.wait_for_function(f"{plot}.layout.xaxis.range[1] - {plot}.layout.xaxis.range[0] < {0.4 * whole[1]}")
+    assert page.get_by_text("at best this schedule leaves").count() == 1
+    assert page.get_by_role("heading", name="Not answered").count() == 1
+
+
+def test_memory_by_category_adds_up(page: Any, site: Site, data: Path) -> None:
+    explain(page, site, data, "memory_snapshot/medium_128_training_memory_snapshot.pickle")
+    page.wait_for_selector("#memory-owners .scatterlayer")
+    layers = page.evaluate(
+        "document.querySelector('#memory-owners .js-plotly-plot').data.map(t => [t.name, Math.max(...t.y), !!t.stackgroup])"
+    )
+    named = {name: most for name, most, stacked in layers if stacked}
+    assert named["optimizer state"] == pytest.approx(3.23, abs=0.01)
+    assert named["parameters"] == pytest.approx(1.57, abs=0.01)
+
+
+def test_a_hang_is_the_first_thing_on_its_overview(page: Any, site: Site, data: Path) -> None:
+    page.goto(site.address + "overview?run=flight_recorder/gloo_desync")
+    settle(page)
+    verdict = page.locator("#verdict").inner_text()
+    assert (
+        "rank 1 called all_gather where ranks 0, 2 and 3 called all_reduce, at collective sequence 30"
+        in verdict
+    )
+    assert page.locator("#desync").count() == 1
+    for absent in ("MFU", "Checklist", "Breakdown of the window"):
+        assert page.get_by_role("heading", name=absent).count() == 0
+
+
+def test_the_index_leads_to_each_study_without_drawing_the_page_anew(
+    page: Any, site: Site, data: Path
+) -> None:
+    explain(page, site, data, "kineto/torchrec_straggler_v100")
+    links = page.locator("#explain-index a")
+    assert links.count() >= 5
+    page.evaluate("document.getElementById('main').dataset.mark = 'same'")
+    for place in range(links.count()):
+        target = links.nth(place).get_attribute("href")
+        links.nth(place).click()
+        page.wait_for_function(
+            f"Math.abs(document.querySelector('{target}').getBoundingClientRect().top) < innerHeight"
+        )
+    assert page.evaluate("document.getElementById('main').dataset.mark") == "same"
