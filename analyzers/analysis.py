@@ -32,6 +32,7 @@ def analyze(
     workers: int | None = None,
     progress: bool = False,
     convention: str | None = None,
+    scheduler: str | None = None,
 ) -> Analysis:
     """Analyse a job: every rank by itself, then all together, then what to do about it.
 
@@ -42,6 +43,8 @@ def analyze(
         progress: a bar on standard error while ranks are read, when that is a terminal.
         convention: how MFU counts model FLOPs: ``counted``, ``palm``, ``megatron``, ``narayanan``
             or ``6n``; without it a range over all that are known.
+        scheduler: the address of a Dask scheduler whose workers read the ranks instead of processes here
+            (``tcp://host:8786``); needs the extra ``dask``.
 
     Raises ``UsageError`` when ``steps`` cannot be parsed or names no step of any rank, and
     ``UnreadableInput`` when no rank can be read. A rank that cannot be read is named under
@@ -52,7 +55,12 @@ def analyze(
         raise UnreadableInput(
             f"{job.path} holds no rank to analyse; give a trace, a folder of traces or a record"
         )
-    outcomes = _outcomes(job, selection, _workers(job, workers))
+    if scheduler is not None:
+        from .scheduler import reduce_on_dask
+
+        outcomes = reduce_on_dask(job.sources, selection, scheduler)
+    else:
+        outcomes = _outcomes(job, selection, _workers(job, workers))
     if progress and len(job.sources) > 1 and sys.stderr.isatty():
         outcomes = _shown(outcomes, len(job.sources))
     summaries, notes = _sorted_out(job, list(outcomes))

@@ -4,7 +4,8 @@
     trine analyze traces/ --format html -o report.html
     trine analyze rank0.json.gz rank1.json.gz --steps all --format json
 
-PATH is a record, a trace, a folder of ranks, a glob or a .tar.gz; several are the ranks of one job.
+PATH is a record, a trace, a memory snapshot, a flight recorder dump, an Nsight export (.sqlite), pipeline
+timings, a folder of such, a glob, a .tar.gz or a URL (s3://…); several PATHs, of several kinds, are one job.
 Text goes to a terminal in colour (NO_COLOR turns that off), 100 columns wide at most.
 
 Exit codes: 0 analysed, whatever came out; 2 bad usage or unreadable input. Never 1.
@@ -38,7 +39,7 @@ _ENDINGS = {".json": "json", ".md": "md", ".markdown": "md", ".html": "html", ".
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``trine analyze``."""
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="a record or traces; several make one job")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a record, traces, snapshots, dumps or a folder or URL of them; several make one job")
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -66,6 +67,11 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that read ranks (default: as many as pay, at most one a processor)",
     )
+    parser.add_argument(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="let the workers of this Dask scheduler read the ranks (tcp://HOST:PORT, or its scheduler file)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     words(arguments.lang)  # before the work: a wrong language should not cost a minute
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers must be at least 1, not {arguments.workers}")
+    if arguments.workers is not None and arguments.scheduler is not None:
+        raise UsageError("--workers are processes here and --scheduler has its own; give one of them")
     form = _form(arguments)
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise UsageError(
@@ -89,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         progress=progress_wanted(),
         convention=arguments.convention,
+        scheduler=arguments.scheduler,
     )
     if hasattr(sys.stdout, "reconfigure"):
         # A terminal that cannot print a bar gets a question mark, not a traceback.
