@@ -69,10 +69,9 @@ def _capital(text: str) -> str:
 
 
 _HINTS = {
-    "extra_call": "; it made one call more than they",
+    "extra_call": "; it made one call more",
     "skipped_call": "; it left one call out",
     "swapped": "; it made two calls in the other order",
-    "history": "; the others did as in earlier steps",
 }
 
 
@@ -94,6 +93,8 @@ def _differ(culprit: Culprit, words: list[str], what: str, verb: str) -> str:
     )
     at = _at(culprit.calls, culprit.ranks)
     hint = _HINTS.get(culprit.hint or "", "")
+    if culprit.hint == "history":
+        hint = f"; {_said(culprit.waiting)} did as in earlier steps"
     return (
         f"{_capital(_said(culprit.ranks))} {verb} {own} where {_said(culprit.waiting)} {verb} {others}, "
         f"at {_where(culprit)}{at}{hint}{went_through}"
@@ -101,9 +102,11 @@ def _differ(culprit: Culprit, words: list[str], what: str, verb: str) -> str:
 
 
 def _operation(culprit: Culprit) -> str:
-    return _differ(
-        culprit, [str(call.operation) for call in culprit.calls], "called different operations", "called"
-    )
+    words = [
+        f"{call.operation}{f' ({call.parts} of them coalesced)' if call.parts > 1 else ''}"
+        for call in culprit.calls
+    ]
+    return _differ(culprit, words, "called different operations", "called")
 
 
 def _elements(culprit: Culprit) -> str:
@@ -131,7 +134,8 @@ def _stands(culprit: Culprit) -> str:
     where = f" at {at}" if at else ""
     state = "completed" if call.state == "completed" else f"still {call.state}"
     whose = "its" if len(culprit.ranks) == 1 else f"rank {call.rank}'s"
-    return f"; {whose} last call, {call.operation}{number} of group {call.group}{where}, is {state}"
+    of = "" if call.group == culprit.group else f" of {group_words(call.group, None)}"
+    return f"; {whose} last call, {call.operation}{number}{of}{where}, is {state}"
 
 
 def _missing(culprit: Culprit) -> str:
@@ -167,7 +171,7 @@ def _link(call: Call) -> str:
     message = " " in str(call.operation)
     number = "" if message or call.sequence is None else f", sequence {call.sequence}"
     at = f" at {place}" if (place := place_of(call)) else ""
-    return f"{call.operation}{number} of group {call.group}{at}"
+    return f"{call.operation}{number} of {group_words(call.group, None)}{at}"
 
 
 def _peer(culprit: Culprit) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -77,8 +78,8 @@ def _culprit(
     if odd and usual:
         hint = _shift(line, odd[0], usual[0], column, vocabulary) or hint
     sequence = int(line.sequences[column])
-    shown = [*(odd or list(keys)), *usual][: MOST_SHOWN * 2]
-    calls = tuple(_shown(rings[line.ranks[row]], line, sequence) for row in shown[: len(odd) + MOST_SHOWN])
+    shown = [*odd[:MOST_SHOWN], *usual[:MOST_SHOWN]]
+    calls = tuple(_shown(rings[line.ranks[row]], line, sequence) for row in shown)
     first = usual[0] if usual else next(iter(keys))
     operation = vocabulary.calls[int(line.call[first, column])][0].operation
     return Culprit(
@@ -174,7 +175,9 @@ def find_call(ring: Ring, line: GroupLine, sequence: int) -> int | None:
 def _shown(ring: Ring, line: GroupLine, sequence: int) -> Call:
     row = find_call(ring, line, sequence)
     assert row is not None
-    return call_of(ring, row)
+    same = (ring.sequence == sequence) & ~ring.peer & (ring.group == ring.group[row])
+    parts = [ring.signatures[int(place)].family for place in ring.signature[same]]
+    return replace(call_of(ring, row), parts=max(sum(family != "coalesced" for family in parts), 1))
 
 
 def shown_calls(

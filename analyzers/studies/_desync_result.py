@@ -41,6 +41,7 @@ class Call:
     types: str | None
     state: str
     stack: tuple[str, ...]  # the user's own frames first
+    parts: int = 1  # operations that were coalesced into it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def call_of(ring: Ring, row: int, state: str | None = None) -> Call:
     return Call(
         rank=ring.rank,
         group=ring.groups[int(ring.group[row])].id,
-        sequence=sequence if sequence >= 0 else None,
+        sequence=sequence if sequence >= 0 and not ring.peer[row] else None,
         operation=signature.operation,
         in_shapes=signature.in_shapes,
         out_shapes=signature.out_shapes,

@@ -30,6 +30,9 @@ __all__ = ["KEY", "Call", "Culprit", "Desync", "GroupStanding", "join", "reduce"
 
 KEY = "desync"
 
+#: Calls in flight that are named: a job at work has one a group.
+MOST_IN_FLIGHT = 3
+
 #: The order in which causes are told: what differs explains what waits.
 _WEIGHT = {
     kind: place
@@ -65,7 +68,9 @@ def join(parts: Mapping[int, Ring], whole: Whole) -> Desync | str:
     blocks = [node for line in lines if (node := blocked(line, older, parts)) is not None]
     pairs = exchanges(parts, lines)
     culprits += [_uneven(pair, *rows, parts) for pair in pairs if (rows := pair.uneven(parts)) is not None]
-    culprits += waits(blocks, pairs, parts, frozenset(explained))
+    held_up = waits(blocks, pairs, parts, frozenset(explained))
+    moving = [culprit for culprit in held_up if culprit.kind == "in_flight" and not _holds_up(culprit)]
+    culprits += [culprit for culprit in held_up if culprit not in moving[MOST_IN_FLIGHT:]]
     culprits.sort(key=lambda culprit: (culprit.completed, _WEIGHT[culprit.kind], -len(culprit.waiting)))
     _say(whole, lines, parts, older)
     return Desync(
@@ -83,12 +88,15 @@ def join(parts: Mapping[int, Ring], whole: Whole) -> Desync | str:
 
 
 def _holds_up(culprit: Culprit) -> bool:
-    """Whether it is a fault: what is only in flight may be a job at work, unless it has waited for long."""
+    """Whether it is a fault: what is only in flight may be a job at work, unless it has waited for long. A few ranks
+    without a dump where all others wait are no accident; where most lack one, somebody gave a part of the dumps."""
     if culprit.completed:
         return False
-    if culprit.kind in ("in_flight", "not_started", "no_dump"):
-        return (culprit.waited_ns or 0) >= HUNG_NS
-    return True
+    if (culprit.waited_ns or 0) >= HUNG_NS:
+        return True
+    if culprit.kind == "no_dump":
+        return len(culprit.ranks) < len(culprit.waiting)
+    return culprit.kind not in ("in_flight", "not_started")
 
 
 def _uneven(pair: Exchange, send: int, receive: int, rings: Mapping[int, Ring]) -> Culprit:

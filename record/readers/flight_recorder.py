@@ -152,7 +152,7 @@ def read_source(source: RankSource) -> Rank:
     rank.flight_recorder = _table(entries, status, rank.strings)
     rank.groups = _groups(dump, entries, status)
     rank.world_size = _world_of(rank.groups)
-    lost = max(_record(entries[0]), 0) if entries else 0
+    lost = _lost(entries)
     library = dump.get("comm_lib_version") or dump.get("nccl_version")
     backends = sorted(
         {name.partition(":")[0] for entry in entries if ":" in (name := str(entry.get("profiling_name")))}
@@ -170,6 +170,12 @@ def read_source(source: RankSource) -> Rank:
     }
     _say(rank, entries, strange, lost, cut)
     return rank
+
+
+def _lost(entries: list[dict[str, Any]]) -> int:
+    """Entries that the recorder numbered and the dump lacks: older ones, or all that were not active."""
+    numbers = [number for entry in entries if (number := _record(entry)) >= 0]
+    return max(numbers[-1] + 1 - len(numbers), 0) if numbers else 0
 
 
 def _record(entry: dict[str, Any]) -> int:
@@ -382,6 +388,8 @@ def _say(rank: Rank, entries: list[dict[str, Any]], strange: int, lost: int, cut
             f"the ring had overflowed: {lost} older entries are lost and {len(entries)} remain; "
             "a larger TORCH_FR_BUFFER_SIZE keeps more"
         )
+        if _record(entries[0]) < lost:
+            text = f"{lost} entries between those that remain are not in the dump: it holds active ones only, or was thinned"
         rank.note("flight-recorder-overflow", "info", text)
     if not any(entry.get("frames") for entry in entries):
         rank.note(
