@@ -12,11 +12,13 @@ from trine.record.model import DEVICE_KINDS, HOST_KINDS
 
 from ._attribution import dense
 from ._fusion import SMALL_NS, Chains, find_chains, small_kernels
-from ._kernel_part import KEPT, Grouped, kernel_word
-from ._kernel_rows import ChainTime
+from ._grouped import Grouped
+from ._kernel_part import KEPT, kernel_word
+from ._kernel_rows import NO_CHAINS, ChainTime, ChainTotals
 from ._products import Work, plain_name
+from ._score_attention import ScoreAttention, attention_by_hand
 
-__all__ = ["chain_rows", "small_rows"]
+__all__ = ["chain_rows", "score_attention", "small_rows"]
 
 Array = npt.NDArray[Any]
 
@@ -53,7 +55,14 @@ def small_rows(grouped: Grouped) -> tuple[tuple[int, int, int], dict[str, int]]:
     return (small.calls, small.total_ns, small.gap_ns), named
 
 
-def chain_rows(grouped: Grouped) -> tuple[tuple[ChainTime, ...], tuple[int, int, int, int, int, int]]:
+def score_attention(grouped: Grouped) -> ScoreAttention | None:
+    """Attention by hand, as the order of the device's work shows it."""
+    _, first = _units(grouped)
+    moves = (grouped.classes == "elementwise") & (grouped.work.table["kind"][grouped.work.rows] == _COMPUTE)
+    return attention_by_hand(grouped, first, np.minimum.reduceat(moves, first).astype(bool))
+
+
+def chain_rows(grouped: Grouped) -> tuple[tuple[ChainTime, ...], ChainTotals]:
     """Chains by their operators, the longest in total first, and (count, kernels, ns, low, mid, high) of all."""
     unit, first = _units(grouped)
     ns = np.bincount(unit, grouped.work.ns, len(first)).astype(np.int64)
@@ -65,7 +74,7 @@ def chain_rows(grouped: Grouped) -> tuple[tuple[ChainTime, ...], tuple[int, int,
     read, outputs = np.where(known, read, np.nan), np.where(known, outputs, -1)
     chains = find_chains(_stream(grouped)[first], fusible, kernels, ns, outputs, inputs, read, largest)
     if not len(chains.first):
-        return (), (0, 0, 0, 0, 0, 0)
+        return (), NO_CHAINS
     saved = chains.saved.sum(axis=0)
     totals = (
         len(chains.first),

@@ -8,10 +8,13 @@ from typing import Literal, TypeVar
 
 from ._gemm import Fit
 from ._products import Product
+from ._score_attention import ScoreAttention
 
 __all__ = [
     "MOST_ROWS",
+    "NO_CHAINS",
     "ChainTime",
+    "ChainTotals",
     "OperatorTime",
     "Part",
     "ProductKernel",
@@ -23,6 +26,10 @@ __all__ = [
 MOST_ROWS = 50
 
 Row = TypeVar("Row")
+
+#: Chains, their kernels, their ns, and what fusing them would save: low, mid, high ns.
+ChainTotals = tuple[int, int, int, int, int, int]
+NO_CHAINS: ChainTotals = (0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +113,8 @@ class Part:
     small: tuple[int, int, int] = (0, 0, 0)
     small_operators: Mapping[str, int] = field(default_factory=dict)
     chains: tuple[ChainTime, ...] = ()
-    chain_totals: tuple[int, int, int, int, int, int] = (
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-    )  # count, kernels, ns, low, mid, high
+    chain_totals: ChainTotals = NO_CHAINS
+    attention: ScoreAttention | None = None
 
 
 def joined(parts: Iterable[Part], most: int = MOST_ROWS) -> Part | None:
@@ -144,6 +145,22 @@ def joined(parts: Iterable[Part], most: int = MOST_ROWS) -> Part | None:
         chain_totals=tuple(
             sum(column) for column in zip(*(part.chain_totals for part in found), strict=True)
         ),
+        attention=_attention(found),
+    )
+
+
+def _attention(parts: Iterable[Part]) -> ScoreAttention | None:
+    found = [part.attention for part in parts if part.attention is not None]
+    if not found:
+        return None
+    largest = max(found, key=lambda one: one.score[0] * one.score[1] * one.score[2])
+    return replace(
+        largest,
+        forward=sum(one.forward for one in found),
+        backward=sum(one.backward for one in found),
+        products_ns=sum(one.products_ns for one in found),
+        moving_ns=sum(one.moving_ns for one in found),
+        flops=sum(one.flops for one in found),
     )
 
 

@@ -36,7 +36,7 @@ def work_of(
 
 @lru_cache(maxsize=8192)
 def _work(name: str, shapes: str | None, types: str | None) -> Work | None:
-    build = _BUILDERS.get(name)
+    build = _BUILDERS.get(name) or (_compiled if name.startswith(_COMPILED) else None)
     if build is None:
         return None
     tensors = tensors_of(shapes, types)
@@ -146,6 +146,21 @@ def _lists(name: str, tensors: tuple[Tensor, ...]) -> Work | None:
         total([tensor.bytes for tensor in members]),
         total([tensor.bytes for tensor in kept]),
         next((tensor.dtype for tensor in members if tensor.dtype), None),
+    )
+
+
+#: Kernels that TorchInductor wrote: pointwise, reductions in one or several passes, loops over several.
+_COMPILED = ("triton_poi_", "triton_red_", "triton_per_", "triton_for_")
+
+
+def _compiled(name: str, tensors: tuple[Tensor, ...]) -> Work:
+    """A compiled kernel is given what it reads and what it writes: each is moved once at least."""
+    return Work(
+        "fused",
+        None,
+        total([tensor.bytes for tensor in tensors]),
+        0,
+        next((tensor.dtype for tensor in tensors if tensor.floating), None),
     )
 
 

@@ -8,7 +8,7 @@ channel, attention 4·batch·heads·queries·keys·head size and its backward 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ._shapes import Tensor, broadcast, by_position, numel, tensors_of
 
@@ -17,11 +17,14 @@ __all__ = [
     "CONVOLUTIONS",
     "HALVES",
     "PRODUCTS",
+    "Dims",
     "Product",
     "Work",
     "attention",
+    "conv_inputs",
     "conv_outputs",
     "convolution",
+    "output_like",
     "plain_name",
     "total",
 ]
@@ -173,6 +176,29 @@ def conv_outputs(
     return found
 
 
+def conv_inputs(operator: str, shapes: str | None, types: str | None) -> tuple[Dims, Dims] | None:
+    """(input, weight) of a forward convolution; None of anything else."""
+    gradient, x, weight, _ = CONVOLUTIONS.get(plain_name(operator), (0, 0, 0, 0))
+    tensors = tensors_of(shapes, types) if gradient is None else None
+    at = by_position(tensors) if tensors else {}
+    if x not in at or weight not in at or len(at[weight].dims) < 3 or len(at[x].dims) != len(at[weight].dims):
+        return None
+    return at[x].dims, at[weight].dims
+
+
+def output_like(shapes: str | None, x: Dims, weight: Dims) -> Dims | None:
+    """The first tensor of these that could be the output of a convolution: its batch, its channels, no larger a side."""
+    for tensor in tensors_of(shapes, None) or ():
+        dims = tensor.dims
+        if (
+            len(dims) == len(x)
+            and dims[:2] == (x[0], weight[0])
+            and all(side <= before for side, before in zip(dims[2:], x[2:], strict=True))
+        ):
+            return dims
+    return None
+
+
 def convolution(
     name: str, tensors: tuple[Tensor, ...], outputs: Mapping[tuple[Dims, Dims], Dims]
 ) -> Work | None:
@@ -216,6 +242,8 @@ ATTENTION: dict[str, tuple[int, bool]] = {
     "_scaled_dot_product_fused_attention_overrideable": (0, True),
     "_scaled_dot_product_flash_attention_for_cpu": (0, True),
     "_flash_attn_forward": (0, False),
+    "efficient_attention_forward_cutlass": (0, False),
+    "efficient_attention_backward_cutlass": (1, False),
     "FlashAttnFunc": (0, False),
     "_flash_attention_backward": (1, False),
     "_efficient_attention_backward": (1, False),
@@ -250,6 +278,16 @@ def attention(name: str, tensors: tuple[Tensor, ...]) -> Work | None:
     )
 
 
+def _grouped_mm(name: str, tensors: tuple[Tensor, ...]) -> Work | None:
+    """``_grouped_mm(a, b)`` of experts: each row of a (tokens × k) meets one of b's matrices (experts × k × n)."""
+    at = by_position(tensors)
+    a, b = at.get(0), at.get(1)
+    if a is None or b is None or len(a.dims) != 2 or len(b.dims) != 3 or a.dims[1] not in b.dims[1:]:
+        return None
+    columns = b.dims[2] if a.dims[1] == b.dims[1] else b.dims[1]
+    return replace(_product(a, b, Product(1, a.dims[0], columns, a.dims[1])), product=None)
+
+
 #: Matrix products by name.
 PRODUCTS: dict[str, Callable[[str, tuple[Tensor, ...]], Work | None]] = {
     **dict.fromkeys(("mm", "addmm", "_addmm_activation", "_scaled_mm", "_int_mm", "sspaddmm"), _mm),
@@ -258,4 +296,6 @@ PRODUCTS: dict[str, Callable[[str, tuple[Tensor, ...]], Work | None]] = {
     "linear": _linear,
     "mkldnn_linear": _linear,
     "matmul": _matmul,
+    "_grouped_mm": _grouped_mm,
+    "_scaled_grouped_mm": _grouped_mm,
 }

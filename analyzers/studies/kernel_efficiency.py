@@ -18,11 +18,14 @@ from trine.record.model import Rank
 
 from ._attribution import attribute
 from ._gemm_waste import GemmIssue, issues_of
-from ._kernel_chains import chain_rows, small_rows
-from ._kernel_part import KEPT, Grouped, group, operator_rows, precision_of, product_rows, shape_rows
+from ._grouped import Grouped, group
+from ._kernel_chains import chain_rows, score_attention, small_rows
+from ._kernel_part import KEPT, operator_rows, precision_of, product_rows, shape_rows
 from ._kernel_rows import (
     MOST_ROWS,
+    NO_CHAINS,
     ChainTime,
+    ChainTotals,
     OperatorTime,
     Part,
     ProductKernel,
@@ -31,6 +34,7 @@ from ._kernel_rows import (
 )
 from ._roofline import Roofline, roofline_of
 from ._scope import Scope, Whole
+from ._score_attention import ScoreAttention
 
 __all__ = ["KEY", "KernelEfficiency", "join", "reduce", "to_json"]
 
@@ -65,7 +69,8 @@ class KernelEfficiency:
     small: tuple[int, int, int]
     small_operators: Mapping[str, int]
     chains: tuple[ChainTime, ...]
-    chain_totals: tuple[int, int, int, int, int, int]
+    chain_totals: ChainTotals
+    attention: ScoreAttention | None
     gemms: tuple[GemmIssue, ...]
 
 
@@ -97,7 +102,7 @@ def _part(grouped: Grouped, multiprocessors: int | None) -> Part:
     states: dict[str, int] = {}
     for row in products:
         states[row.state] = states.get(row.state, 0) + row.ns
-    chains, totals = chain_rows(grouped) if on_device else ((), (0, 0, 0, 0, 0, 0))
+    chains, totals = chain_rows(grouped) if on_device else ((), NO_CHAINS)
     small, small_operators = small_rows(grouped) if on_device else ((0, 0, 0), {})
     labels = grouped.classes
     return Part(
@@ -117,6 +122,7 @@ def _part(grouped: Grouped, multiprocessors: int | None) -> Part:
         small_operators=small_operators,
         chains=chains,
         chain_totals=totals,
+        attention=score_attention(grouped) if on_device else None,
     )
 
 
@@ -155,6 +161,7 @@ def join(parts: Mapping[int, Part], whole: Whole) -> KernelEfficiency | str:
         small_operators=total.small_operators,
         chains=total.chains,
         chain_totals=total.chain_totals,
+        attention=total.attention,
         gemms=issues_of(tuple(zip(total.shapes, rooflines, strict=True)))[:MOST_ROWS],
     )
 
@@ -241,6 +248,7 @@ def to_json(result: KernelEfficiency) -> dict[str, Any]:
             "saved_ns": {"low": low, "mid": mid, "high": high},
             "rows": [_chain(row) for row in result.chains],
         },
+        "attention_by_hand": None if result.attention is None else _attention(result.attention),
         "gemm_issues": [_issue(row) for row in result.gemms],
     }
 
@@ -276,6 +284,18 @@ def _shape(row: ShapeTime, one: Roofline) -> dict[str, Any]:
         "bound": one.bound,
         "efficiency": one.efficiency,
         "gain_ns": one.gain_ns,
+    }
+
+
+def _attention(one: ScoreAttention) -> dict[str, Any]:
+    return {
+        "scores": one.score,
+        "dtype": one.dtype,
+        "forward_calls": one.forward,
+        "backward_calls": one.backward,
+        "products_ns": one.products_ns,
+        "memory_bound_ns": one.moving_ns,
+        "flops": one.flops,
     }
 
 

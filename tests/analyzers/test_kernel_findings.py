@@ -141,3 +141,62 @@ def test_chains_say_what_fusion_saves(tmp_path: Path) -> None:
 def test_elementwise_work_that_stands_alone_is_silent(tmp_path: Path) -> None:
     alone = [call for _ in range(12) for call in (mm(4096, 4096, 4096, 600.0), pointwise(1 << 26, 300.0))]
     assert "unfused-elementwise" not in found(tmp_path, alone)
+
+
+# --- attention-unfused -----------------------------------------------------------------------------
+
+BATCH, LENGTH, WIDTH = 128, 2048, 64
+SCORES = [BATCH, LENGTH, LENGTH]
+
+
+def attention(softmax: str = "aten::_softmax") -> list[Call]:
+    """By hand: scores, their softmax, values; 128 heads of 2,048 tokens."""
+    heads, turned = [BATCH, LENGTH, WIDTH], [BATCH, WIDTH, LENGTH]
+    return [
+        Call("aten::bmm", [heads, turned], [BF16, BF16], [(MM, 1200.0)]),
+        Call("aten::div_", [SCORES, []], [BF16, "double"], [("div_elementwise_kernel", 1100.0)]),
+        Call(softmax, [SCORES, [], []], [BF16, "Scalar", "Scalar"], [("softmax_warp_forward", 1100.0)]),
+        Call("aten::bmm", [SCORES, heads], [BF16, BF16], [(MM, 1200.0)]),
+    ]
+
+
+def test_attention_by_hand_is_found(tmp_path: Path) -> None:
+    finding = found(tmp_path, [*attention(), mm(8192, 4096, 4096, 1260.0)] * 4)["attention-unfused"]
+    assert finding.recommendation is not None and finding.recommendation.change == {
+        "compute.attention": "sdpa"
+    }
+    assert finding.evidence["scores"] == SCORES and finding.evidence["scores_bytes"] == 2 * BATCH * LENGTH**2
+    assert finding.evidence["memory_bound_ns"] == pytest.approx(4 * 2_200_000, rel=0.01)
+    gain = finding.recommendation.predicted.gain_ns  # type: ignore[union-attr]
+    flops = 4 * BATCH * LENGTH * LENGTH * WIDTH
+    assert gain.mid == pytest.approx(4 * (4_600_000 - flops / (312e12 * 0.4) * 1e9), rel=0.01)
+
+
+def test_its_backward_counts(tmp_path: Path) -> None:
+    backward = [
+        Call("aten::bmm", [[BATCH, LENGTH, WIDTH], [BATCH, WIDTH, LENGTH]], [BF16, BF16], [(MM, 1200.0)]),
+        Call(
+            "aten::_softmax_backward_data",
+            [SCORES, SCORES, [], []],
+            [BF16, BF16],
+            [("softmax_warp_backward", 1700.0)],
+        ),
+    ]
+    finding = found(tmp_path, [*attention(), mm(8192, 4096, 4096, 1260.0), *backward] * 4)[
+        "attention-unfused"
+    ]
+    assert (
+        finding.evidence["backward_calls"] == finding.evidence["forward_calls"] == 44
+    )  # eleven complete steps
+    assert finding.evidence["memory_bound_ns"] == pytest.approx(4 * 3_900_000, rel=0.01)
+
+
+def test_fused_attention_and_products_that_are_none_are_silent(tmp_path: Path) -> None:
+    heads = [8, LENGTH, 16, WIDTH]
+    fused = Call(
+        "aten::_flash_attention_forward", [heads] * 3, [BF16] * 3, [("void flash_fwd_kernel<traits>", 400.0)]
+    )
+    assert "attention-unfused" not in found(tmp_path, [fused, mm(8192, 4096, 4096, 1260.0)] * 12)
+    assert "attention-unfused" not in found(tmp_path, attention("aten::sigmoid") * 4)
+    apart = [call for one in attention() for call in (one, mm(8192, 4096, 4096, 1260.0))]
+    assert "attention-unfused" not in found(tmp_path, apart * 4)

@@ -66,6 +66,10 @@ def _summary(result: KernelEfficiency) -> Paragraph:
             f"{count(calls)} of {count(result.calls)} kernels take less than 10 µs, {duration(small_ns)} in all, "
             f"after {duration(gap_ns)} of short gaps"
         )
+    attention = result.attention
+    if attention is not None:
+        by_hand = attention.products_ns + attention.moving_ns
+        said.append(f"attention by hand, its scores in memory, takes {share(by_hand, result.total_ns)}")
     if not said:
         said.append(f"{duration(result.total_ns)} in {count(result.calls)} calls")
     text = "; ".join(said)
