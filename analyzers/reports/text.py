@@ -224,11 +224,12 @@ class _Writer:
         whole, room = extent(lanes), self.width - lead
         for label, spans in lanes.rows[:MOST_RANKS]:
             parts: list[str | tuple[str, str]] = [shorten(label, lead - 1).ljust(lead)]
-            for key, begins in row_of_cells(spans, keys, whole, room):
-                if key is None:
+            for filled, begins in row_of_cells(spans, keys, whole, room):
+                if filled is None:
                     parts.append(("·", "dim"))
                 else:
-                    parts.append((letter[key] if begins else letter[key].lower(), COLOURS[lanes.side[key]]))
+                    shown = letter[filled] if begins else letter[filled].lower()
+                    parts.append((shown, COLOURS[lanes.side[filled]]))
             self.line(*parts)
         end = duration(whole)
         self.line((" " * lead + "0" + end.rjust(room - 1), "dim"))

@@ -107,7 +107,7 @@ class _Times:
 
     @property
     def count(self) -> int:
-        return (0 if self.steps is None else len(self.steps)) + sum(h["steps"] for h in self.rolled)
+        return (0 if self.steps is None else len(self.steps)) + sum(int(h["steps"]) for h in self.rolled)
 
     @property
     def indexes(self) -> tuple[int, int] | None:

@@ -29,8 +29,9 @@ Array = npt.NDArray[Any]
 
 #: Batches whose sequences are sorted together (``LengthGroupedSampler``'s mega-batch of 50).
 GROUPED_BATCHES = 50
-#: Bars of the histogram of lengths.
+#: Bars of the histogram of lengths, and different lengths that a rank tells.
 BINS = 12
+MOST_LENGTHS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,9 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    tokens: int
-    padding: int
-    steps: int
-    packed: bool
-    source: str | None
+class _Replay:
+    """One rank's recorded lengths: slots as they were, grouped and packed, and the real tokens in them."""
+
     slots: int
     grouped_slots: int
     packed_slots: int
@@ -80,7 +78,17 @@ class _Part:
     sequences: int
     width: int
     fixed_width: bool
-    lengths: tuple[tuple[int, int], ...]  # (length, sequences), thinned to a few hundred
+    lengths: tuple[tuple[int, int], ...]  # (length, sequences), at most MOST_LENGTHS
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    tokens: int
+    padding: int
+    steps: int
+    packed: bool
+    source: str | None
+    replay: _Replay | None
 
 
 def reduce(scope: Scope) -> _Part | None:
@@ -100,41 +108,41 @@ def reduce(scope: Scope) -> _Part | None:
     if not fits.any() or not int(tokens[fits].sum()):
         return None
     counts = (int(tokens[fits].sum()), int(padding[fits].sum()), int(fits.sum()))
-    return _Part(*counts, bool(facts.get("packed")), facts.get("source"), *_replayed(facts))
+    return _Part(*counts, bool(facts.get("packed")), facts.get("source"), _replayed(facts))
 
 
-def _replayed(
-    facts: Mapping[str, Any],
-) -> tuple[int, int, int, int, int, int, bool, tuple[tuple[int, int], ...]]:
-    nothing = (0, 0, 0, 0, 0, 0, False, ())
+def _replayed(facts: Mapping[str, Any]) -> _Replay | None:
     try:
         lengths = np.asarray(facts["lengths"], dtype=np.int64)
         rows, widths, sequences = (
             np.asarray(facts[name], dtype=np.int64) for name in ("rows", "widths", "sequences")
         )
     except (KeyError, TypeError, ValueError):
-        return nothing
+        return None
     lengths = lengths[lengths > 0]
-    if (
-        not len(lengths)
-        or not len(rows)
-        or len(rows) != len(widths)
-        or int(lengths.max()) > int((rows * widths).max())
-    ):
-        return nothing
-    width = int(widths.max())
+    if not len(lengths) or not len(rows) or len(rows) != len(widths):
+        return None
+    slots, width = rows * widths, int(widths.max())
+    if int(lengths.max()) > int(slots.max()):
+        return None
     batch = max(int(np.median(sequences)), 1)
-    values, counts = np.unique(lengths, return_counts=True)
-    return (
-        int((rows * widths).sum()),
-        _grouped_slots(lengths, batch),
-        _first_fit_rows(lengths, width) * width,
-        int(lengths.sum()),
-        len(lengths),
-        width,
-        bool((widths == width).all()),
-        tuple(zip(values.tolist(), counts.tolist(), strict=True)),
+    return _Replay(
+        slots=int(slots.sum()),
+        grouped_slots=_grouped_slots(lengths, batch),
+        packed_slots=_first_fit_rows(lengths, width) * width,
+        real=int(lengths.sum()),
+        sequences=len(lengths),
+        width=width,
+        fixed_width=bool((widths == width).all()),
+        lengths=_counted(lengths),
     )
+
+
+def _counted(lengths: Array) -> tuple[tuple[int, int], ...]:
+    low = int(lengths.min())
+    step = (int(lengths.max()) - low) // MOST_LENGTHS + 1
+    values, counts = np.unique(lengths - (lengths - low) % step, return_counts=True)
+    return tuple(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def _grouped_slots(lengths: Array, batch: int) -> int:
@@ -166,7 +174,7 @@ def join(parts: Mapping[int, _Part], whole: Whole) -> Padding | str:
         sum(part.padding for part in parts.values()),
     )
     worst = max(parts, key=lambda rank: (parts[rank].padding / parts[rank].tokens, -rank))
-    replayed = [part for part in parts.values() if part.sequences]
+    replayed = [part.replay for part in parts.values() if part.replay is not None]
     packed = any(part.packed for part in parts.values())
     slots, real = sum(part.slots for part in replayed), sum(part.real for part in replayed)
 

@@ -64,7 +64,7 @@ def test_waste_is_of_the_selected_steps_and_of_all_tokens() -> None:
     rank.metadata["padding"] = {"tokens_exclude_padding": True}
     assert part("all").tokens == 340
     rank.metadata["padding"] = {"lengths": "damaged"}
-    assert part("all").sequences == 0
+    assert part("all").replay is None
 
 
 # --- the finding ---------------------------------------------------------------------------------------
