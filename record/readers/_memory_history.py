@@ -10,37 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ..memory_categories import Inferred, Trait, infer
-from ._memory_segments import ACTIVE, PENDING, SEGMENT, Held, integers
+from ._memory_events import ACTIONS, Events
+from ._memory_segments import ACTIVE, PENDING, SEGMENT, Held
 from ._memory_stacks import Stacks
 
-__all__ = ["ACTIONS", "Allocations", "Device", "read_history"]
+__all__ = ["Allocations", "Device", "read_history"]
 
 Array = npt.NDArray[Any]
 
-#: Actions by code; the names are those of the model's table.
-ACTIONS = (
-    "other",
-    "alloc",
-    "free_requested",
-    "free",
-    "segment_alloc",
-    "segment_free",
-    "out_of_memory",
-    "snapshot",
-)
 _OTHER, _ALLOC, _REQUESTED, _FREED, _SEGMENT, _UNSEGMENT, _OOM, _SNAPSHOT = range(len(ACTIONS))
-_CODES = {
-    "alloc": _ALLOC,
-    "free_requested": _REQUESTED,
-    "free_completed": _FREED,
-    "free": _FREED,
-    "segment_alloc": _SEGMENT,
-    "segment_map": _SEGMENT,
-    "segment_free": _UNSEGMENT,
-    "segment_unmap": _UNSEGMENT,
-    "oom": _OOM,
-    "snapshot": _SNAPSHOT,
-}
 
 #: The caching allocator rounds every request up to this (kMinBlockSize).
 ROUNDING = 512
@@ -114,19 +92,26 @@ class Device:
 
 
 def read_history(
-    index: int, trace: list[Any], held: Held, stacks: Stacks, annotations: Sequence[Any]
+    index: int, rows: Array, events: Events, held: Held, stacks: Stacks, annotations: Sequence[Any]
 ) -> Device:
-    """A device's events as columns, with what its segments say of the end."""
-    rows = [each for each in trace if type(each) is dict]
-    odd = len(trace) - len(rows)
-    action = np.array([_code(row) for row in rows], dtype=np.int64)
-    size, address = np.maximum(integers(rows, "size"), 0), integers(rows, "addr")
-    stack = np.array([stacks.number(row.get("frames")) for row in rows], dtype=np.int64)
-    time, timed = _times(rows)
+    """A device's events (``rows`` of ``events``, in order) with what its segments say of the end."""
+    action, stack, address, size, stream, time_us = (
+        np.asarray(column)[rows]
+        for column in (
+            events.action,
+            events.stack,
+            events.address,
+            events.size,
+            events.stream,
+            events.time_us,
+        )
+    )
+    size = np.maximum(size, 0)
+    time, timed = _times(time_us)
     if not (action == _REQUESTED).any():
         action[action == _FREED] = _REQUESTED
     allocations, of, overwritten, vanished = _paired(index, action, address, size, stack, held)
-    delta = _deltas(action, of, allocations, len(rows))
+    delta = _deltas(allocations, len(rows))
     anchored = bool(len(held.rows(index, SEGMENT)))
     before = int(allocations.size[allocations.start < 0].sum())
     if anchored:
@@ -141,7 +126,7 @@ def read_history(
         action=action,
         address=address,
         size=size,
-        stream=integers(rows, "stream"),
+        stream=stream,
         stack=stack,
         of=of,
         allocations=allocations,
@@ -154,35 +139,29 @@ def read_history(
         retries=_retries(action, traits[stack] if len(stack) else stack),
         timed=timed,
         anchored=anchored,
-        odd=odd + int((action == _OTHER).sum()),
+        odd=int((action == _OTHER).sum()),
         overwritten=overwritten,
         vanished=vanished if anchored else 0,
-        failures=_failures(rows, action, time, size, reserved),
+        failures=_failures(rows, events, action, time, size, reserved),
         marks=_marks(index, annotations),
     )
 
 
 def _failures(
-    rows: list[dict[str, Any]], action: Array, time: Array, size: Array, reserved: Array | None
+    rows: Array, events: Events, action: Array, time: Array, size: Array, reserved: Array | None
 ) -> tuple[tuple[int, int, int, int], ...]:
     """Allocations that failed. The device's free memory stands where other events have their address."""
     failed = np.flatnonzero(action == _OOM)
-    free = integers([rows[row] for row in failed.tolist()], "device_free", -1)
+    free = np.array([events.free.get(row, -1) for row in rows[failed].tolist()], dtype=np.int64)
     held = reserved[failed] if reserved is not None else np.zeros(len(failed), dtype=np.int64)
     columns = (column.tolist() for column in (time[failed], size[failed], free, held))
     return tuple(zip(*columns, strict=True))
 
 
-def _code(row: dict[str, Any]) -> int:
-    action = row.get("action")
-    return _CODES.get(action, _OTHER) if type(action) is str else _OTHER
-
-
-def _times(rows: list[dict[str, Any]]) -> tuple[Array, bool]:
+def _times(time: Array) -> tuple[Array, bool]:
     """Times that never go back, in ns, and whether the source has any (torch 2.0 has none: then the order's number)."""
-    time = integers(rows, "time_us", -1)
     if not len(time) or (time <= 0).all() or bool((time > 1 << 52).any()):
-        return np.arange(len(rows), dtype=np.int64), not len(rows)
+        return np.arange(len(time), dtype=np.int64), not len(time)
     return np.maximum.accumulate(np.maximum(time, time[time > 0][0])) * 1000, True
 
 
@@ -245,7 +224,7 @@ def _block_of(address: Array, lasting: Array, blocks: Array) -> Array:
     return np.where(lasting & (blocks[found] == address), found, -1)
 
 
-def _deltas(action: Array, of: Array, allocations: Allocations, count: int) -> Array:
+def _deltas(allocations: Allocations, count: int) -> Array:
     """Change of the allocated bytes by each event."""
     delta = np.zeros(count + 1, dtype=np.int64)
     known = allocations.start >= 0

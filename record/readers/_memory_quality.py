@@ -17,7 +17,7 @@ Note = tuple[str, Severity, str]
 
 
 def notes_of(
-    devices: Sequence[Device], held: Held, stacks: Stacks, about: dict[str, Any], has_traces: bool
+    devices: Sequence[Device], held: Held, stacks: Stacks, about: dict[str, Any], odd: int, has_traces: bool
 ) -> Iterator[Note]:
     """(id, severity, message) of each oddity."""
     if not has_traces:
@@ -51,8 +51,8 @@ def notes_of(
             "info",
             f"the snapshot holds {len(devices)} devices; the one with the highest peak, {most.index}, is summarised",
         )
-    if held.odd or any(device.odd for device in devices):
-        odd = held.odd + sum(device.odd for device in devices)
+    odd += held.odd + sum(device.odd for device in devices)
+    if odd:
         yield "memory-odd-events", "warning", f"{odd} events or blocks are of no known kind and were left out"
     if stacks.shortened:
         yield (

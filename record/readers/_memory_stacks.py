@@ -17,7 +17,7 @@ from typing import Any
 from ..memory_categories import Trait
 from ..model import Strings
 
-__all__ = ["Stacks"]
+__all__ = ["FrameNumber", "StackNumber", "Stacks"]
 
 #: A stack keeps this many Python frames, a frame this many characters.
 _MOST_FRAMES, _MOST_CHARACTERS = 40, 160
@@ -35,6 +35,14 @@ _NODE = re.compile(
     r"\b(?:torch::autograd::(?:generated::)?)(\w+(?:Backward\d*|AccumulateGrad|CopyBackwards))\b|\b(AccumulateGrad)::"
 )
 _COMMUNICATION = re.compile(r"\bc10d::|ProcessGroup|\bnccl|\bncclComm", re.IGNORECASE)
+
+
+class FrameNumber(int):
+    """A frame that was looked at, in place of the frame."""
+
+
+class StackNumber(int):
+    """A stack that was looked at, in place of its list of frames."""
 
 
 class _Frame:
@@ -116,34 +124,35 @@ class Stacks:
         self._strings = strings
         self._left = most_bytes
         self._frames: list[_Frame] = []
-        self._by_content: dict[tuple[str, int, str], int] = {}
-        self._by_identity: dict[int, int] = {}
+        self._by_content: dict[tuple[str, int, str], FrameNumber] = {}
+        self._by_identity: dict[int, FrameNumber] = {}
         self._stacks: dict[tuple[int, ...], int] = {}
         self._lists: dict[int, int] = {}
+        self._alive: list[Any] = []  # an identity holds only as long as its object lives
 
-    def number(self, frames: Any) -> int:
-        """The number of a stack as the snapshot holds it: a list of dicts with ``filename``, ``line``, ``name``.
+    def number(self, frames: Any, *, lasting: bool = True) -> int:
+        """The number of a stack as the snapshot holds it: a list of dicts with ``filename``, ``line``, ``name``, or of
+        :class:`FrameNumber`. What is no such list has number 0.
 
-        What is no such list has number 0. Frames must stay alive while this object is in use.
+        A ``lasting`` list is kept and known again by its identity.
         """
+        if type(frames) is StackNumber:
+            return int(frames)
         if type(frames) is not list or not frames:
             return 0
-        known = self._lists.get(id(frames))
+        known = self._lists.get(id(frames)) if lasting else None
         if known is None:
-            try:
-                key = tuple(map(self._by_identity.__getitem__, map(id, frames)))
-            except KeyError:
-                key = tuple(map(self._frame, frames))
+            key = tuple([each if type(each) is FrameNumber else self._frame(each) for each in frames])
             known = self._stacks.get(key)
             if known is None:
                 known = self._stacks[key] = self._add([self._frames[number] for number in key])
-            self._lists[id(frames)] = known
+            if lasting:
+                self._lists[id(frames)] = known
+                self._alive.append(frames)
         return known
 
-    def _frame(self, frame: Any) -> int:
-        known = self._by_identity.get(id(frame))
-        if known is not None:
-            return known
+    def frame(self, frame: Any) -> FrameNumber:
+        """The number of a frame, by its content."""
         values: tuple[Any, Any, Any] = ("", 0, "")
         if type(frame) is dict:
             values = (frame.get("filename"), frame.get("line"), frame.get("name"))
@@ -157,10 +166,17 @@ class Stacks:
         )
         number = self._by_content.get(content)
         if number is None:
-            number = self._by_content[content] = len(self._frames)
+            number = self._by_content[content] = FrameNumber(len(self._frames))
             self._frames.append(_Frame(content[0][:4096], content[1], content[2][:4096]))
-        self._by_identity[id(frame)] = number
         return number
+
+    def _frame(self, frame: Any) -> FrameNumber:
+        """The same, of a frame in a list that is kept: known again by its identity."""
+        known = self._by_identity.get(id(frame))
+        if known is None:
+            known = self._by_identity[id(frame)] = self.frame(frame)
+            self._alive.append(frame)
+        return known
 
     def _add(self, frames: Sequence[_Frame]) -> int:
         traits, inmost = int(Trait.STACK), True

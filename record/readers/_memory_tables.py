@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from ..memory_categories import CATEGORIES
 from ..model import MISSING, Strings, Table
-from ._memory_history import ACTIONS, Device
+from ._memory_events import ACTIONS
+from ._memory_history import Device
 from ._memory_segments import STATES, Held
 from ._memory_stacks import Stacks
 

@@ -29,13 +29,25 @@ import numpy as np
 
 from ..errors import UnreadableInput
 
-__all__ = ["MOST_UNPACKED_BYTES", "load", "read_bytes"]
+__all__ = [
+    "MOST_UNPACKED_BYTES",
+    "OTHER_OPCODES",
+    "PLAIN_KEYS",
+    "damaged",
+    "load",
+    "most_memos",
+    "read_bytes",
+    "refuse_hollow",
+    "refused",
+]
 
 #: A gzip file of more than this is not unpacked; the largest snapshots in use are a few hundred MB.
 MOST_UNPACKED_BYTES = 2 << 30
 
 #: What empty containers may take beside the file itself: four times its bytes and this.
 _SPARE_BYTES = 64 << 20
+
+_PIECE_BYTES = 1 << 20
 
 #: A memoised object takes at least six bytes of the file by the time that its index needs four.
 _BYTES_A_MEMO, _FREE_MEMOS = 6, 1024
@@ -78,7 +90,7 @@ _COUNTED = {
 _LINES = frozenset(b"ILSVFgp")  # the argument ends with the line
 _TUPLES = frozenset(b"\x85\x86\x87t")
 _NAMES = frozenset(b"ci\x93")  # they name what is to be imported
-_OTHERS = {
+OTHER_OPCODES = {
     ord("R"): "REDUCE (a call)",
     ord("b"): "BUILD (an object's state)",
     ord("o"): "OBJ (an object)",
@@ -123,7 +135,7 @@ def load(data: bytes, where: str) -> Any:
     anything else, is damaged or cut, or would take memory or time out of all proportion to its size.
     """
     try:
-        _refuse_hollow(data, where)
+        refuse_hollow(data, where)
         nested = _walk(data, where)
         if nested > _MOST_NESTED:
             return _Slow(io.BytesIO(data), where).load()
@@ -132,13 +144,22 @@ def load(data: bytes, where: str) -> Any:
     except UnreadableInput:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a damaged stream makes of the unpickler
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UnreadableInput(
-            f"{where} is damaged or cut, or is no pickle ({reason}); copy or write it again"
-        ) from None
+        raise damaged(where, error) from None
 
 
-def _refuse(where: str, what: str) -> UnreadableInput:
+def damaged(where: str, why: Exception | str) -> UnreadableInput:
+    """What to say of a pickle that cannot be read to its end."""
+    reason = " ".join(str(why).split())[:200] or type(why).__name__
+    return UnreadableInput(f"{where} is damaged or cut, or is no pickle ({reason}); copy or write it again")
+
+
+def most_memos(size: int) -> int:
+    """The largest memo index that an honest writer can reach in so many bytes."""
+    return size // _BYTES_A_MEMO + _FREE_MEMOS
+
+
+def refused(where: str, what: str) -> UnreadableInput:
+    """What to say of a pickle that asks for more than plain data."""
     shown = "".join(c if c.isprintable() else "?" for c in what)[:200]
     return UnreadableInput(
         f"{where} is not opened: it refuses {shown}, since such a file holds plain data only"
@@ -151,9 +172,12 @@ def _out_of_proportion(where: str, what: str) -> UnreadableInput:
     )
 
 
-def _refuse_hollow(data: bytes, where: str) -> None:
+def refuse_hollow(data: bytes, where: str) -> None:
     """Refuse what is mostly empty containers: of a byte each in the file, up to 216 in memory."""
-    count = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=256)
+    count = np.zeros(256, dtype=np.int64)
+    for start in range(0, len(data), _PIECE_BYTES):  # counting takes eight bytes a byte
+        piece = np.frombuffer(data[start : start + _PIECE_BYTES], dtype=np.uint8)
+        count += np.bincount(piece, minlength=256)
     marks = int(count[ord("(")])
     takes = 72 * int(count[ord("]")]) + 64 * int(count[ord("}")]) + 216 * int(count[0x8F])
     takes += 72 * min(marks, int(count[ord("l")] + count[ord("d")])) + 216 * min(marks, int(count[0x91]))
@@ -168,7 +192,7 @@ def _walk(data: bytes, where: str) -> int:
     Ends at the first name: the unpickler stops there, having done nothing else, and says which it is.
     """
     place, size, nested, run = 0, len(data), 0, _RUN.match
-    most_memos = size // _BYTES_A_MEMO + _FREE_MEMOS
+    largest_memo = most_memos(size)
     while place < size:
         start = place
         if (match := run(data, place)) is not None:
@@ -189,11 +213,11 @@ def _walk(data: bytes, where: str) -> int:
             end = data.find(b"\n", place)
             if end < 0:
                 break  # cut: the unpickler says so
-            if opcode == ord("p") and _number(data[place + 1 : end]) > most_memos:
+            if opcode == ord("p") and _number(data[place + 1 : end]) > largest_memo:
                 raise _out_of_proportion(where, "a memo index")
             place = end + 1
         elif opcode == ord("r"):
-            if int.from_bytes(data[place + 1 : place + 5], "little") > most_memos:
+            if int.from_bytes(data[place + 1 : place + 5], "little") > largest_memo:
                 raise _out_of_proportion(where, "a memo index")
             place += 5
         elif opcode == ord("2"):  # DUP: another way to the same object
@@ -201,8 +225,8 @@ def _walk(data: bytes, where: str) -> int:
             place += 1
         elif opcode == ord(".") or opcode in _NAMES:
             break
-        elif opcode in _OTHERS:
-            raise _refuse(where, f"the opcode {_OTHERS[opcode]}")
+        elif opcode in OTHER_OPCODES:
+            raise refused(where, f"the opcode {OTHER_OPCODES[opcode]}")
         else:
             break  # no opcode, or one without all of its bytes: the unpickler says so
     return nested
@@ -223,13 +247,13 @@ class _Fast(pickle.Unpickler):
         self._where = where
 
     def find_class(self, module: str, name: str) -> Any:
-        raise _refuse(self._where, f"{module}.{name}")
+        raise refused(self._where, f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise _refuse(self._where, "an object that lies elsewhere (persistent id)")
+        raise refused(self._where, "an object that lies elsewhere (persistent id)")
 
 
-_PLAIN_KEYS = frozenset((str, int, float, bool, bytes, type(None)))
+PLAIN_KEYS = frozenset((str, int, float, bool, bytes, type(None)))
 
 
 class _Slow(pickle._Unpickler):  # type: ignore[name-defined,misc]
@@ -246,10 +270,10 @@ class _Slow(pickle._Unpickler):  # type: ignore[name-defined,misc]
 
     def _check(self, keys: list[Any]) -> None:
         for key in keys:
-            if type(key) in _PLAIN_KEYS:
+            if type(key) in PLAIN_KEYS:
                 continue
-            if type(key) is not tuple or not all(type(part) in _PLAIN_KEYS for part in key):
-                raise _refuse(self._where, f"a key or member of type {type(key).__name__}")
+            if type(key) is not tuple or not all(type(part) in PLAIN_KEYS for part in key):
+                raise refused(self._where, f"a key or member of type {type(key).__name__}")
 
     def load_setitem(self) -> None:
         self._check(self.stack[-2:-1])
@@ -272,7 +296,7 @@ class _Slow(pickle._Unpickler):  # type: ignore[name-defined,misc]
         super().load_frozenset()
 
     def load_bytearray8(self) -> None:
-        raise _refuse(self._where, "a bytearray beside nested tuples")  # it would be zeroed before it is read
+        raise refused(self._where, "a bytearray beside nested tuples")  # it would be zeroed before it is read
 
     dispatch[pickle.SETITEM[0]] = load_setitem
     dispatch[pickle.SETITEMS[0]] = load_setitems
