@@ -200,9 +200,16 @@ def _not_started(culprit: Culprit) -> str:
 
 
 def _in_flight(culprit: Culprit) -> str:
+    where = f"{culprit.operation}, {_where(culprit)}"
+    if culprit.hint == "others_unknown" or len(culprit.ranks) == 1:
+        one = len(culprit.ranks) == 1
+        return (
+            f"{_capital(_said(culprit.ranks))} {'is' if one else 'are'} in {where}, and {'has' if one else 'have'} not left "
+            f"it{_for_long(culprit)}: whom {'it waits' if one else 'they wait'} for, the other ranks' dumps would show"
+        )
     return (
-        f"All {len(culprit.ranks)} ranks with a dump are in {culprit.operation}, {_where(culprit)}, and none has left it: "
-        f"if the job hangs there, it is the network or a device, not the program{_for_long(culprit)}"
+        f"All {len(culprit.ranks)} ranks are in {where}, and none has left it{_for_long(culprit)}: if the job hangs there, "
+        "it is the network or a device, not the program"
     )
 
 

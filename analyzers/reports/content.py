@@ -160,7 +160,7 @@ def _caution(change: Mapping[str, Any], text: Mapping[str, str]) -> str:
 def _gain_words(finding: Finding, text: Mapping[str, str]) -> str:
     predicted = finding.recommendation.predicted if finding.recommendation is not None else None
     if predicted is None:
-        return text["no_gain"]
+        return text["gain_of_a_hang" if finding.id == "desync" else "no_gain"]
     said = []
     if predicted.peak_bytes_change:
         said.append(text["frees"].format(bytes=size(-predicted.peak_bytes_change)))

@@ -49,6 +49,7 @@ ENGLISH: Mapping[str, str] = {
     "gain_words": "{mid} a {unit} ({low} to {high}): {before} becomes {after}",
     "cost_words": "costs {mid} a {unit} ({low} to {high})",
     "no_gain": "not predicted: this run lacks what it takes",
+    "gain_of_a_hang": "the job: as it stands, it never ends",
     "frees": "frees {bytes} at the peak",
     "not_applied": "Trine's own runtime does not apply {keys} yet: set it in your framework",
     "caution": "note",

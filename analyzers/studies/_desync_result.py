@@ -49,7 +49,8 @@ class Culprit:
     """What went apart. ``ranks`` are to blame (all that took part where that cannot be told), ``waiting`` those
     that wait for them. ``calls``: the culprits' and some of the others'; for a deadlock, one a link of the circle.
 
-    ``hint``: ``extra_call``, ``skipped_call``, ``swapped``, ``history`` (told from what the ranks did before).
+    ``hint``: ``extra_call``, ``skipped_call``, ``swapped``, ``history`` (told from what the ranks did before),
+    ``others_unknown`` (the group may have ranks that left no dump).
     ``completed``: it went through nevertheless. ``waited_ns``: at least so long by the dumps' own times.
     ``last_calls``: of ranks that are missing, the last thing that they enqueued.
     """

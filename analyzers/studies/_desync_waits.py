@@ -287,6 +287,9 @@ def _in_flight(node: Node, rings: Mapping[int, Ring]) -> Culprit:
         tuple(rank for rank in node.rows if rank not in unstarted) if unstarted else tuple(node.rows),
         tuple(dict.fromkeys(calls)),
         "medium" if (waited or 0) >= HUNG_NS else "low",
+        hint=None
+        if node.line is not None and node.line.stated and not node.line.absent
+        else "others_unknown",
         waited_ns=waited,
     )
 
