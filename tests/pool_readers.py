@@ -50,3 +50,9 @@ def read_defective(source: RankSource) -> Rank:
 def read_for_ever(source: RankSource) -> Rank:
     time.sleep(600)
     raise AssertionError("unreachable")
+
+
+def read_slowly(source: RankSource) -> Rank:
+    """Longer than a test waits, and short enough to leave the worker to the next one."""
+    time.sleep(3)
+    return read_plain(source)
