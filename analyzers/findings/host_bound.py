@@ -164,7 +164,7 @@ def _of_queue(facts: Facts, idle: _Idle) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if idle.queue is not None:
         found["queue_empty_share"] = round(idle.queue.starved_ns / max(idle.queue.window_ns, 1), 4)
-        found["nothing_waits_share"] = round(idle.queue.host_bound_share, 4)
+        found["last_runs_share"] = round(idle.queue.last_ns / max(idle.queue.window_ns, 1), 4)
         found["launch_to_start_ns"] = idle.queue.median_lead_ns
         found["kernel_ns"] = idle.queue.median_length_ns
     if idle.replayed is not None:

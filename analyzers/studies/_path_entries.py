@@ -13,11 +13,11 @@ import numpy.typing as npt
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, Rank
 
 from ._path_graph import NEVER, Graph
-from ._path_host import Timeline, owners_of
+from ._path_host import Timeline
 from ._path_replay import Plan, Scenario, replay
 from ._path_walk import CATEGORIES, Pieces, Walker
 
-__all__ = ["Entry", "Expanded", "Vanished", "entries_of", "expand", "host_bounds"]
+__all__ = ["Entry", "Expanded", "Vanished", "categories_of", "entries_of", "expand", "host_bounds"]
 
 Array = npt.NDArray[Any]
 
@@ -83,11 +83,9 @@ def expand(walker: Walker, pieces: Pieces, timeline: Timeline) -> Expanded:
     start, end, category, work = walker.run_arrays(pieces.runs)
     parts = [(start, end, category, work, np.full(len(start), -1))]
     host, waits = walker.graph.host, walker.graph.waits
-    for low, high in pieces.host:
+    for low, high in reversed(pieces.host):
         begun, ended, owner = timeline.within(low, high)
-        kind = host["kind"][np.maximum(owner, 0)] if host is not None else np.zeros(len(owner), np.int64)
-        named = np.where(owner >= 0, _OF_HOST[kind], _PYTHON_CATEGORY)
-        parts.append((begun, ended, named, np.full(len(owner), -1), owner))
+        parts.append((begun, ended, categories_of(host, owner), np.full(len(owner), -1), owner))
     for low, high, wait in pieces.syncs:
         one = (
             np.array([low]),
@@ -107,6 +105,20 @@ def expand(walker: Walker, pieces: Pieces, timeline: Timeline) -> Expanded:
     return Expanded(*(column[keep][order] for column in columns))
 
 
+def _at(values: Array, rows: Array) -> Array:
+    """Values of rows, -1 where there is no row."""
+    if not len(values):
+        return np.full(len(rows), -1)
+    return np.where(rows >= 0, values[np.maximum(rows, 0)], -1)
+
+
+def categories_of(host: Any, owner: Array) -> Array:
+    """Category of host time by the row to which it counts."""
+    if host is None:
+        return np.full(len(owner), _PYTHON_CATEGORY)
+    return np.where(owner >= 0, _OF_HOST[host["kind"][np.maximum(owner, 0)]], _PYTHON_CATEGORY)
+
+
 class Vanished:
     """Scenarios in which something of a graph takes no time."""
 
@@ -114,20 +126,19 @@ class Vanished:
         self.plan, self.base, self.timeline = plan, base, timeline
         graph = plan.graph
         self.graph = graph
-        host = graph.host
-        rows = np.maximum(graph.launch_row, 0)
-        if host is not None and len(graph):
-            self.work_owner = np.where(graph.launch_row >= 0, owners_of(host, rows), -1)
-        else:
-            self.work_owner = np.full(len(graph), -1)
-        self.wait_owner = (
-            np.where(graph.waits.row >= 0, owners_of(host, np.maximum(graph.waits.row, 0)), -1)
-            if host is not None
-            else np.full(len(graph.waits), -1)
-        )
+        self.work_owner = _at(graph.owner, graph.launch_row)
+        self.wait_owner = _at(graph.owner, graph.waits.row)
+        self.length = timeline.lengths()
         returns = np.maximum.accumulate(graph.waits.end) if len(graph.waits) else graph.waits.end
         self.epoch_begin = np.append(graph.begin_ns, returns)
         self.duration = graph.end - graph.start
+        # Moments of the host by number, and of each stretch the first moment that is not before its begin.
+        moments = (self.epoch_begin, graph.launch, graph.waits.start)
+        self._points = np.unique(np.concatenate(moments))
+        self._at_epoch, self._at_launch, self._at_wait = (
+            np.searchsorted(self._points, m) + 1 for m in moments
+        )
+        self._until = np.searchsorted(self._points, timeline.start_ns, side="right")
 
     def work(self, mask: Array) -> Scenario:
         """Without the time of some work; its launches and the gaps around it stay."""
@@ -139,26 +150,19 @@ class Vanished:
 
     def host(self, stretches: Array, work: Array, waits: Array) -> Scenario:
         """Without some stretches of the host's timeline, some work and some waits."""
-        begins = self.timeline.start_ns[stretches]
-        length = self.timeline.lengths()[stretches]
-        ends = begins + length
-        total = np.append(0, np.cumsum(length))
-
-        def gone(times: Array) -> Array:
-            """Host time removed before each time."""
-            place = np.searchsorted(begins, times, side="left")
-            over = np.where(place > 0, ends[np.maximum(place - 1, 0)] - times, 0) if len(ends) else 0
-            return np.asarray(total[place] - np.maximum(over, 0))
-
-        plan, graph = self.plan, self.graph
-        at_begin = gone(self.epoch_begin)
+        gone = np.bincount(
+            self._until[stretches], weights=self.length[stretches], minlength=len(self._points) + 1
+        )
+        gone = np.append(0, np.cumsum(gone.astype(np.int64)))
+        plan = self.plan
+        at_begin = gone[self._at_epoch]
         scenario = self.blocking(waits)
         scenario = replace(scenario, cost=np.where(waits, 0, scenario.cost))
         ready, weight = scenario.ready, scenario.weight
         known = ready > NEVER // 2
-        ready = np.where(known, ready - (gone(graph.launch) - at_begin[plan.epoch]), ready)
-        call = scenario.call - (gone(graph.waits.start) - at_begin[plan.wait_epoch])
-        tail = scenario.tail - int(gone(np.array([graph.host_end_ns]))[0] - at_begin[-1])
+        ready = np.where(known, ready - (gone[self._at_launch] - at_begin[plan.epoch]), ready)
+        call = scenario.call - (gone[self._at_wait] - at_begin[plan.wait_epoch])
+        tail = scenario.tail - int(gone[-1] - at_begin[-1])
         weight = np.where(work, weight - self.duration, weight)
         return replace(scenario, ready=ready, weight=weight, call=call, tail=tail)
 
@@ -288,11 +292,11 @@ def _of_host(vanished: Vanished, path: Expanded) -> list[_Draft]:
     )
     on_host = (path.owner >= 0) | (path.category == _PYTHON_CATEGORY)
     returning = (path.category == _SYNCHRONIZATION) & (owner >= 0)
-    owner[returning] = owners_of(host, owner[returning])
+    owner[returning] = graph.owner[owner[returning]]
     keys = _names(host, owner)
     counted = on_host | (keys >= 0)
     drafts = []
-    lengths = timeline.lengths()
+    lengths = vanished.length
     inside = (host["start_ns"] < graph.host_end_ns) & (host["end_ns"] > graph.begin_ns) & (host["name"] >= 0)
     calls = np.bincount(host["name"][inside], minlength=len(host.strings))
     for key, on_path in _largest(keys[counted], path.lengths()[counted], least, 2 * MOST_ENTRIES):

@@ -29,7 +29,7 @@ from trine.analyzers.breakdown import has_device_work
 from trine.analyzers.selection import Selected
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, Rank, Table
 
-from ._path_host import Changes, threads_of
+from ._path_host import Changes, owners_of, threads_of
 
 __all__ = ["NEVER", "Graph", "Waits", "graph_of"]
 
@@ -98,6 +98,7 @@ class Graph:
     delay: Array  # from the launching call's start to the work's, as far as launching explains it
     delay_ns: int  # the usual one
     threads: list[Changes]
+    owner: Array  # of every host row: to whom it counts
     given: int  # dependencies between streams that the trace states
     inferred: int  # and those read off calls and times
 
@@ -162,7 +163,8 @@ def _of_device(rank: Rank, selected: Selected) -> Graph | None:
         host, device, True,
         device["start_ns"][rows], device["end_ns"][rows], device["kind"][rows], device["name"][rows],
         rows, lane, launch, launch_row, none, Waits(empty, empty, empty, empty),
-        begin, host_end, none, USUAL_DELAY_NS, threads_of(host, begin, host_end), 0, 0,
+        begin, host_end, none, USUAL_DELAY_NS, threads_of(host, begin, host_end),
+        empty if host is None else owners_of(host), 0, 0,
     )  # fmt: skip
     graph = _with_delays(graph)
     from ._path_waits import Launches, dependencies, waits_of

@@ -28,6 +28,9 @@ MOST_THREADS = 6
 
 _AT_WORK = np.isin(np.arange(len(HOST_KINDS)), (_OPERATOR, _RUNTIME, _SYNC, _LOADER))
 
+_AT_CALL = np.isin(np.arange(len(HOST_KINDS)), (_RUNTIME, _SYNC))
+_UNDER = np.isin(np.arange(len(HOST_KINDS)), (_OPERATOR, _RUNTIME, _SYNC))
+
 #: A step's own mark covers the whole step and explains nothing in it.
 _STEP_MARK = re.compile(r"ProfilerStep#\d+$")
 
@@ -86,8 +89,8 @@ def threads_of(host: Table | None, start: int, end: int) -> list[Changes]:
     return [_of_thread(host, rows[thread == one]) for one in threads]
 
 
-def timeline_of(host: Table | None, parts: list[Changes], start: int, end: int) -> Timeline:
-    """One timeline of ``threads_of`` over ``[start, end)``, in ns."""
+def timeline_of(host: Table | None, parts: list[Changes], owner: Array, start: int, end: int) -> Timeline:
+    """One timeline of ``threads_of`` over ``[start, end)``, in ns. ``owner``: of every host row."""
     if host is None or not parts or end <= start:
         return Timeline(np.array([start]), np.array([-1]), end)
     times, label = parts[0] if len(parts) == 1 else _latest_begun(host, parts)
@@ -97,7 +100,7 @@ def timeline_of(host: Table | None, parts: list[Changes], start: int, end: int) 
     # Of several changes at one instant the last counts.
     keep = np.append(times[1:] > times[:-1], times[-1] < end)
     times, label = times[keep], label[keep]
-    return Timeline(times, owners_of(host, label), end)
+    return Timeline(times, np.where(label >= 0, owner[np.maximum(label, 0)], -1), end)
 
 
 def _of_thread(host: Table, rows: Array) -> Changes:
@@ -142,16 +145,23 @@ def _latest_begun(host: Table, parts: list[Changes]) -> Changes:
     return Changes(times, label)
 
 
-def owners_of(host: Table, rows: Array) -> Array:
+def owners_of(host: Table) -> Array:
     """To whom each row counts: a runtime call's operator, itself for everything else, -1 for a step's mark."""
-    owner = np.asarray(rows, dtype=np.int64).copy()
+    kind, owner = host["kind"], np.arange(len(host))
+    calls = np.flatnonzero((kind == _RUNTIME) | (kind == _SYNC))
+    owner[calls] = _operators_of(host, calls)
+    owner[step_marks(host)] = -1
+    return owner
+
+
+def _operators_of(host: Table, calls: Array) -> Array:
+    """The operator around each runtime call. A call straight from Python is named itself: the frame around it has
+    its own time."""
+    owner = calls.copy()
     for _ in range(2):  # a driver call inside a runtime call
-        call = (owner >= 0) & np.isin(host["kind"][np.maximum(owner, 0)], (_RUNTIME, _SYNC))
-        parent = np.where(call, host["parent"][np.maximum(owner, 0)], -1)
-        # A call straight from Python is named itself: the frame around it has its own time.
-        under = (parent >= 0) & np.isin(host["kind"][np.maximum(parent, 0)], (_OPERATOR, _RUNTIME, _SYNC))
+        parent = np.where(_AT_CALL[host["kind"][owner]], host["parent"][owner], -1)
+        under = (parent >= 0) & _UNDER[host["kind"][np.maximum(parent, 0)]]
         owner = np.where(under, parent, owner)
-    owner[np.isin(owner, step_marks(host))] = -1
     return owner
 
 

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from trine.record.model import MISSING, Rank, Table
 
-from ._path_entries import Expanded, expand
+from ._path_entries import Expanded, categories_of
 from ._path_graph import Graph
 from ._path_host import Timeline
-from ._path_walk import CATEGORIES, Walker
+from ._path_walk import CATEGORIES, GAP, LONGEST_GAP_NS, OF_KIND, SYNCHRONIZATION, UNEXPLAINED, Pieces, Walker
 
 __all__ = ["Links", "links_of"]
 
@@ -53,30 +53,84 @@ def links_of(
     work, row = work[order], row[order]
     place = np.full(len(graph), -1)
     place[work] = np.arange(len(work))
-    previous, between = [], []
-    for one in [*work.tolist(), -1]:
-        sums = np.zeros(len(CATEGORIES), dtype=np.int64)
-        target = -1
-        while True:
-            pieces = walker.from_end() if one < 0 else walker.before(one)
-            found = expand(walker, pieces, timeline)
-            np.add.at(sums, found.category, found.lengths())
-            stopped = pieces.stopped_at
-            if stopped < 0 or place[stopped] >= 0:
-                target = -1 if stopped < 0 else int(place[stopped])
-                break
-            # Communication that is no collective of the table: part of what lies between.
-            sums[CATEGORIES.index("communication")] += int(graph.end[stopped] - graph.start[stopped])
-            one = stopped
-        previous.append(target)
-        between.append(sums)
+    previous, walks = _walks(walker, work, place)
+    between = _between(walker, timeline, walks)
     on_path = np.zeros(len(work), dtype=np.int64)
-    own = np.flatnonzero((path.work >= 0) & (place[np.maximum(path.work, 0)] >= 0)) if len(graph) else []
+    own = np.flatnonzero((path.work >= 0) & (place[np.maximum(path.work, 0)] >= 0))
     np.add.at(on_path, place[path.work[own]], path.lengths()[own])
     return Links(
-        row.astype(np.int32), np.array(previous, dtype=np.int32), np.array(between), on_path,
+        row.astype(np.int32), np.array(previous, dtype=np.int32), between, on_path,
         graph.begin_ns, graph.end_ns,
     )  # fmt: skip
+
+
+def _walks(walker: Walker, work: Array, place: Array) -> tuple[list[int], list[list[Pieces]]]:
+    """For each collective, and last for the window's end, the link before it on the path and the pieces between."""
+    previous, walks = [], []
+    for one in [*work.tolist(), -1]:
+        pieces = walker.from_end() if one < 0 else walker.before(one)
+        parts = [pieces]
+        # Communication that is no collective of the table is part of what lies between.
+        while pieces.stopped_at >= 0 and place[pieces.stopped_at] < 0:
+            stopped = pieces.stopped_at
+            parts.append(Pieces([(stopped, stopped, walker.end[stopped])], [], [], []))
+            pieces = walker.before(stopped)
+            parts.append(pieces)
+        previous.append(-1 if pieces.stopped_at < 0 else int(place[pieces.stopped_at]))
+        walks.append(parts)
+    return previous, walks
+
+
+def _between(walker: Walker, timeline: Timeline, walks: list[list[Pieces]]) -> Array:
+    """Time between links by category, ns, shape (walks, categories)."""
+    sums = np.zeros((len(walks), len(CATEGORIES)), dtype=np.int64)
+    flat = [(number, pieces) for number, parts in enumerate(walks) for pieces in parts]
+    host = [(number, *one) for number, pieces in flat for one in pieces.host]
+    runs = [(number, *one) for number, pieces in flat for one in pieces.runs]
+    for number, pieces in flat:
+        for start, end, category in pieces.spans:
+            sums[number, category] += end - start
+        for start, end, _ in pieces.syncs:
+            sums[number, SYNCHRONIZATION] += end - start
+    if host:
+        link, start, end = np.array(host, dtype=np.int64).T
+        _add_host(sums, walker.graph, timeline, link, start, end)
+    if runs:
+        link, first, last, until = np.array(runs, dtype=np.int64).T
+        _add_runs(sums, walker.graph, link, first, last, until)
+    return sums
+
+
+def _add_host(sums: Array, graph: Graph, timeline: Timeline, link: Array, start: Array, end: Array) -> None:
+    category = categories_of(graph.host, timeline.owner)
+    length = timeline.lengths()
+
+    def until(times: Array, mask: Array) -> Array:
+        total = np.append(0, np.cumsum(np.where(mask, length, 0)))
+        at = np.maximum(np.searchsorted(timeline.start_ns, times, side="right") - 1, 0)
+        return np.asarray(total[at] + np.where(mask[at], times - timeline.start_ns[at], 0))
+
+    for one in np.unique(category).tolist():
+        mask = category == one
+        np.add.at(sums, (link, one), until(end, mask) - until(start, mask))
+
+
+def _add_runs(sums: Array, graph: Graph, link: Array, first: Array, last: Array, until: Array) -> None:
+    following = np.append(graph.start[1:], graph.end[-1:])
+    ends = np.minimum(graph.end, following)
+    work, rest = ends - graph.start, following - ends
+    kind = OF_KIND[graph.kind]
+    long = rest > LONGEST_GAP_NS
+    parts = [(one, np.where(kind == one, work, 0)) for one in np.unique(kind).tolist()]
+    parts += [(GAP, np.where(long, 0, rest)), (UNEXPLAINED, np.where(long, rest, 0))]
+    for category, amount in parts:
+        total = np.append(0, np.cumsum(amount))
+        np.add.at(sums, (link, category), total[last] - total[first])
+    # The last piece of a run ends where the path left it.
+    end = np.minimum(graph.end[last], until)
+    np.add.at(sums, (link, kind[last]), end - graph.start[last])
+    after = until - end
+    np.add.at(sums, (link, np.where(after > LONGEST_GAP_NS, UNEXPLAINED, GAP)), after)
 
 
 def _collectives(rank: Rank, graph: Graph, kept: Table | None) -> tuple[Array, Array]:

@@ -141,9 +141,9 @@ def _from_calls(graph: Graph, launches: Launches, found: Array) -> None:
     if host is None:
         return
     codes = [code for name in _STREAM_WAITS if (code := host.strings.find(name)) >= 0]
-    calls = (
-        np.flatnonzero(np.isin(host["name"], codes) & (host["start_ns"] >= graph.begin_ns)) if codes else []
-    )
+    if not codes:
+        return
+    calls = np.flatnonzero(np.isin(host["name"], codes) & (host["start_ns"] >= graph.begin_ns))
     if not len(calls):
         return
     known = np.flatnonzero(graph.launch_row >= 0)
@@ -234,9 +234,7 @@ def _silent(graph: Graph, launches: Launches, blocking: Array) -> tuple[Array, A
         if len(times) < 2:
             continue
         long = np.flatnonzero(np.diff(times) >= SILENCE_NS)
-        long = long[
-            (times[long + 1] <= graph.host_end_ns) & ~np.isin(label[long], blocking) & (label[long] >= 0)
-        ]
+        long = long[(times[long + 1] <= graph.host_end_ns) & ~np.isin(label[long], blocking)]
         start, end, row = times[long], times[long + 1], label[long]
         work = np.full(len(long), -1, dtype=np.int64)
         for key in launches.streams:
@@ -263,12 +261,11 @@ def _silent(graph: Graph, launches: Launches, blocking: Array) -> tuple[Array, A
 def _waited_for(graph: Graph, rank: Rank, launches: Launches, rows: Array, start: Array, end: Array) -> Array:
     """The work whose end each call waited for, -1 for none."""
     work = np.full(len(rows), -1, dtype=np.int64)
-    names = {
-        int(code): graph.host.strings.text(int(code)) or "" for code in np.unique(graph.host["name"][rows])
-    }  # type: ignore[union-attr]
-    whole = np.array(
-        [any(part in names[int(code)] for part in _ALL) for code in graph.host["name"][rows]], dtype=bool
-    )  # type: ignore[union-attr]
+    host = graph.host
+    assert host is not None
+    names = {int(code): host.strings.text(int(code)) or "" for code in np.unique(host["name"][rows])}
+    all_streams = [code for code, name in names.items() if any(part in name for part in _ALL)]
+    whole = np.isin(host["name"][rows], all_streams)
     stream = _stated_streams(graph, rank, rows)
     usual = _main_stream(launches)
     for key in launches.streams:

@@ -37,7 +37,7 @@ CATEGORIES = (
     "unexplained",
 )
 HOST, SYNCHRONIZATION, LAUNCH, GAP, UNEXPLAINED = 0, 3, 4, 8, 9
-_OF_KIND = np.array([CATEGORIES.index(name) for name in ("kernel", "communication", "copy")])
+OF_KIND = np.array([CATEGORIES.index(name) for name in ("kernel", "communication", "copy")])
 _COMMUNICATION = DEVICE_KINDS.index("communication")
 #: What stands between two pieces of work that follow each other is the machine's; from here on nothing
 #: recorded explains it.
@@ -200,12 +200,12 @@ class Walker:
         """The pieces of runs: starts, ends, categories, and the work of each (-1 for a gap)."""
         parts: list[tuple[Array, Array, Array, Array]] = []
         graph = self.graph
-        for first, last, until in runs:
+        for first, last, until in reversed(runs):
             rows = np.arange(first, last + 1)
             start = graph.start[rows]
             following = np.append(start[1:], until)
             end = np.minimum(graph.end[rows], following)
-            parts.append((start, end, _OF_KIND[graph.kind[rows]], rows))
+            parts.append((start, end, OF_KIND[graph.kind[rows]], rows))
             gap = following > end
             if gap.any():
                 long = (following - end)[gap] > LONGEST_GAP_NS

@@ -17,7 +17,7 @@ from trine.analyzers.selection import Selected
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Rank, Table
 
 from ._path_graph import NEVER, USUAL_DELAY_NS, Graph, Waits
-from ._path_host import threads_of
+from ._path_host import owners_of, threads_of
 
 __all__ = ["of_workers"]
 
@@ -55,7 +55,7 @@ def of_workers(rank: Rank, selected: Selected) -> Graph | None:
         start[rows], stop[rows], np.full(count, _COMMUNICATION), table["operation"][rows],
         rows, lane, np.maximum(launch, begin) if count else np.full(0, NEVER), none, none,
         _waits(host, start[rows], stop[rows], begin, end), begin, end,
-        start[rows] - np.maximum(launch, begin), USUAL_DELAY_NS, threads_of(host, begin, end), 0, 0,
+        start[rows] - np.maximum(launch, begin), USUAL_DELAY_NS, threads_of(host, begin, end), owners_of(host), 0, 0,
     )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def _part(rank: Rank, selected: Selected, collectives: Table | None) -> PathPart
     graph = graph_of(rank, selected)
     if graph is None or graph.end_ns <= graph.begin_ns:
         return None
-    timeline = timeline_of(graph.host, graph.threads, graph.begin_ns, graph.host_end_ns)
+    timeline = timeline_of(graph.host, graph.threads, graph.owner, graph.begin_ns, graph.host_end_ns)
     walker = Walker(graph)
     path = expand(walker, walker.whole(), timeline)
     plan = plan_of(graph)
@@ -196,9 +196,9 @@ def _completions(rank: Rank, selected: Selected, graph: Graph) -> tuple[list[int
             ends[place] = max(ends[place], end)
     if graph.on_device and len(graph):
         step = graph.table["step"][graph.source]
-        place = np.minimum(np.searchsorted(numbers, step), len(numbers) - 1)
-        held = numbers[place] == step
-        np.maximum.at(ends, place[held], graph.end[held])
+        at = np.minimum(np.searchsorted(numbers, step), len(numbers) - 1)
+        held = numbers[at] == step
+        np.maximum.at(ends, at[held], graph.end[held])
     ends = np.minimum(np.maximum.accumulate(ends), graph.end_ns)
     ends[-1] = graph.end_ns
     return [int(number) for number in numbers], ends

@@ -183,7 +183,7 @@ def _groups(found: _Found) -> list[GapGroup]:
     if found.host is found.table:
         operator = found.name.astype(np.int64)
     elif found.host is not None:
-        owner = np.where(found.launch >= 0, owners_of(found.host, np.maximum(found.launch, 0)), -1)
+        owner = np.where(found.launch >= 0, owners_of(found.host)[np.maximum(found.launch, 0)], -1)
         operator = np.where(owner >= 0, found.host["name"][np.maximum(owner, 0)], -1).astype(np.int64)
     key = np.where(operator >= 0, operator, -2 - found.name.astype(np.int64))
     groups: list[tuple[str, Array, Array]] = []

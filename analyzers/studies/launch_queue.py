@@ -2,8 +2,8 @@
 
 The host runs ahead of a healthy device: work is launched long before the device gets to it, and what the
 host does costs nothing. Where the queue runs empty, every moment of the host is a moment of the step. Three
-states, by device: *waiting* work (launched, not started) is there: fed; nothing waits and something runs:
-the last one, the host must hurry; nothing is launched that has not ended: the device starves.
+states: *fed*, work waits (launched, not started); *last*, something runs and nothing waits behind it, so the
+host must hurry, unless it waits itself; *starved*, nothing is launched that has not ended.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class QueuePart:
 
     @property
     def host_bound_share(self) -> float:
-        """Share of the window in which no launched work waited: there the host sets the pace."""
-        return (self.starved_ns + self.last_ns) / self.window_ns if self.window_ns else 0.0
+        """Share of the window in which nothing launched was left to run: there the host set the pace."""
+        return self.starved_ns / self.window_ns if self.window_ns else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ class RankQueue:
 
 @dataclass(frozen=True, slots=True)
 class LaunchQueue:
-    """All ranks. ``host_bound_share`` is of all their windows together; ``ranks`` are those whose queue was
-    empty most."""
+    """All ranks. ``host_bound_share`` (nothing launched was left to run) and ``last_share`` (something ran, and
+    nothing waited behind it) are of all their windows together; ``ranks`` are those whose device starved most."""
 
     host_bound_share: float
-    starved_share: float
+    last_share: float
     median_lead_ns: int
     ranks: tuple[RankQueue, ...]
     ranks_left_out: int
@@ -204,10 +204,10 @@ def join(parts: Mapping[int, QueuePart], whole: Whole) -> LaunchQueue | str:
         return "no device work with a launch was recorded; it takes a trace with CUDA or ROCm runtime calls"
     window = sum(part.window_ns for part in parts.values())
     ordered = sorted(parts, key=lambda rank: (-parts[rank].host_bound_share, rank))
-    empty = sum(part.starved_ns + part.last_ns for part in parts.values())
+    starved = sum(part.starved_ns for part in parts.values())
     return LaunchQueue(
-        host_bound_share=empty / window if window else 0.0,
-        starved_share=sum(part.starved_ns for part in parts.values()) / window if window else 0.0,
+        host_bound_share=starved / window if window else 0.0,
+        last_share=sum(part.last_ns for part in parts.values()) / window if window else 0.0,
         median_lead_ns=int(np.median([part.median_lead_ns for part in parts.values()])),
         ranks=tuple(RankQueue(rank, parts[rank]) for rank in ordered[:MOST_RANKS]),
         ranks_left_out=max(len(ordered) - MOST_RANKS, 0),

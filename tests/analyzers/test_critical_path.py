@@ -269,3 +269,17 @@ def test_parts_stay_small(data: Path) -> None:
         rank = next(iter(job))
         part: Any = reduce(scope_of(rank))
         assert len(pickle.dumps(part)) < 30_000
+
+
+def test_between_collectives_no_nanosecond_is_lost(data: Path) -> None:
+    for name in ("megatron_tp8_a100", "torchrec_straggler_v100", "gloo_ddp4_cpu"):
+        for rank in trine.load(data / "traces" / "kineto" / name):
+            selected = select(rank, parse_selection("complete"))
+            parts = reduce(Scope(rank, ALL, selected, ((rank, selected),), rank.collectives))
+            assert parts is not None and parts[0].links is not None and rank.collectives is not None
+            links = parts[0].links
+            start = np.append(rank.collectives["start_ns"][links.row], links.end_ns)
+            end = np.append(rank.collectives["end_ns"][links.row], links.begin_ns)
+            spanned = start - end[links.previous]
+            # A collective that another one of its rank overlaps begins before that one's end.
+            assert (links.between.sum(axis=1) == np.maximum(spanned, 0)).all()

@@ -85,6 +85,6 @@ def test_real_runs(data: Path) -> None:
         found[name] = result_of(trine.analyze(trine.load(path), workers=1), "launch_queue", LaunchQueue)
     starving, fed = found["a100_nccl_metadata"], found["v100_ns_resolution"]
     assert starving is not None and fed is not None
-    assert starving.host_bound_share > 0.8 and starving.median_lead_ns < 20_000
+    assert starving.host_bound_share > 0.7 and starving.median_lead_ns < 20_000
     # CUDA holds 1,024 launches; this host filled the queue and was held up by it.
     assert fed.host_bound_share < 0.01 and 1_000 < fed.ranks[0].queue.deepest <= 1_024

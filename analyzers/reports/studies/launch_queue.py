@@ -33,21 +33,17 @@ def _summary(result: LaunchQueue, queue: QueuePart) -> str:
     lead = f"work starts {duration(result.median_lead_ns)} after its launch (median)"
     if result.host_bound_share < _LEAST:
         full = ", and the queue was full at times" if queue.deepest >= _FULL else ""
-        return (
-            f"Yes: work waits on the device {percent(1 - result.host_bound_share)} of the time{full}; {lead}."
-        )
+        return f"Yes: something launched is left to run {percent(1 - result.host_bound_share)} of the time{full}; {lead}."
     return (
-        f"For {percent(result.host_bound_share)} of the time no launched work waits, and the host sets the pace "
-        f"({percent(result.starved_share)} with nothing to run at all); {lead}, and lasts "
-        f"{duration(queue.median_length_ns)}."
+        f"For {percent(result.host_bound_share)} of the time nothing that was launched is left to run, and the host sets "
+        f"the pace (for {percent(result.last_share)} more, one last piece of work runs with nothing behind it); {lead}, "
+        f"and lasts {duration(queue.median_length_ns)}."
     )
 
 
 def _table(result: LaunchQueue, most_rows: int) -> Table:
     shown = result.ranks[:most_rows]
-    columns = right(
-        "rank", "nothing to run", "nothing waits", "work waits", "launch to start", "slowest tenth", "deepest"
-    )
+    columns = right("rank", "starved", "last one runs", "fed", "launch to start", "slowest tenth", "deepest")
     left_out = result.ranks_left_out + len(result.ranks) - len(shown)
     return Table(
         columns, tuple(_row(one) for one in shown), note=f"{left_out} more ranks" if left_out else ""
