@@ -67,25 +67,35 @@ class Grouped:
     ) -> dict[tuple[Dims, Dims], Dims]:
         """Outputs of convolutions without a backward: what one of the next operators is given that has the same batch
         and as many channels as the weight has rows."""
-        host = self.work.host
         found: dict[tuple[Dims, Dims], Dims] = {}
         for place, call in enumerate(calls):
             inputs = conv_inputs(*call)
-            if host is None or inputs is None or inputs in known or inputs in found:
+            if inputs is None or inputs in known or inputs in found:
                 continue
             row = int(self.work.operator[self.longest[place]])
-            next_rows = np.flatnonzero(
-                (host["thread"] == host["thread"][row])
-                & (host["start_ns"] >= host["end_ns"][row])
-                & (host["shapes"] >= 0)
-            )
-            next_rows = next_rows[np.argsort(host["start_ns"][next_rows], kind="stable")][:_LOOK_AHEAD]
-            for later in next_rows.tolist():
-                output = output_like(self.strings.text(int(host["shapes"][later])), *inputs)
-                if output is not None:
-                    found[inputs] = output
-                    break
+            outputs = (output_like(text, *inputs) for text in self._shapes_after(row))
+            output = next((dims for dims in outputs if dims is not None), None)
+            if output is not None:
+                found[inputs] = output
         return found
+
+    @cached_property
+    def _shaped_rows(self) -> Array:
+        """Host rows with shapes, by start."""
+        host = self.work.host
+        assert host is not None
+        rows = np.flatnonzero(host["shapes"] >= 0)
+        return np.asarray(rows[np.argsort(host["start_ns"][rows], kind="stable")])
+
+    def _shapes_after(self, row: int) -> list[str | None]:
+        """Shapes of the operators that the thread of a host row ran next."""
+        host = self.work.host
+        if host is None or row < 0:
+            return []
+        start = int(np.searchsorted(host["start_ns"][self._shaped_rows], host["end_ns"][row]))
+        near = self._shaped_rows[start : start + 8 * _LOOK_AHEAD]
+        near = near[host["thread"][near] == host["thread"][row]][:_LOOK_AHEAD]
+        return [self.strings.text(int(code)) for code in host["shapes"][near]]
 
     def _sized(self, work: Work | None, place: int) -> Work | None:
         """A list of tensors has no types, but the kernel that joins it may name their size."""

@@ -32,6 +32,7 @@ _OPTIMIZER = ("Optimizer.", "optimizer", "## optimizer")
 _INPUTS = 3
 #: Operators named of a chain.
 _NAMED = 8
+_MOST = 2**62  # a broadcast of odd shapes may be larger than an integer
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -140,9 +141,9 @@ def _traffic(works: list[Work | None]) -> tuple[Array, Array, Array, Array]:
         total = work.read_bytes + work.write_bytes
         if total <= 0:
             continue
-        outputs[place] = work.outputs
+        outputs[place] = min(work.outputs, _MOST)
         elements = work.inputs[:_INPUTS]
-        inputs[place, : len(elements)] = elements
+        inputs[place, : len(elements)] = [min(element, _MOST) for element in elements]
         read[place] = work.read_bytes / total
         largest[place] = read[place] * max(elements, default=0) / max(sum(work.inputs), 1)
     return outputs, inputs, read, largest

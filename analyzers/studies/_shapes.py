@@ -40,6 +40,8 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     "c10::complex<float>": (8, None),
     "c10::complex<double>": (16, None),
 }
+#: No tensor of a device is larger; what says so was mutilated.
+_MOST_ELEMENTS = 2**50
 _FLOAT8 = re.compile(r"float8|e4m3|e5m2", re.IGNORECASE)
 _FLOATING = ("float", "double", "half", "bfloat16")
 
@@ -116,7 +118,7 @@ def tensors_of(shapes: str | None, types: str | None) -> tuple[Tensor, ...] | No
                     found.append(_tensor(tuple(dims), str(member), position, True))
         else:
             return None
-    return tuple(found)
+    return tuple(found) if all(tensor.elements <= _MOST_ELEMENTS for tensor in found) else None
 
 
 def _tensor(dims: Dims, name: str, argument: int, member: bool) -> Tensor:
@@ -133,7 +135,7 @@ def _list(text: str | None) -> list[Any] | None:
         return None
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, list) else None
 

@@ -114,6 +114,20 @@ def test_winograd_has_no_efficiency(tmp_path: Path) -> None:
     assert result.rooflines[0].efficiency is None
 
 
+def test_a_convolution_of_inference_takes_its_output_from_what_follows(tmp_path: Path) -> None:
+    convolution = Call(
+        "aten::cudnn_convolution",
+        [[8, 64, 32, 32], [128, 64, 3, 3]],
+        [FP32, FP32],
+        [("sm80_xmma_fprop_tf32f32_tf32f32", 100.0)],
+    )
+    after = Call("aten::clamp_min", [[8, 128, 16, 16], []], [FP32, "Scalar"], [(MUL, 5.0)])
+    row = study(analyzed(tmp_path, [convolution, after], steps=2)).shapes[0]
+    assert row.flops == 2 * (8 * 128 * 16 * 16) * (64 * 3 * 3)
+    other = Call("aten::clamp_min", [[8, 256, 16, 16], []], [FP32, "Scalar"], [(MUL, 5.0)])
+    assert study(analyzed(tmp_path, [convolution, other], steps=2)).shapes[0].flops is None
+
+
 def test_operators_of_the_host_have_no_roofline_of_a_device_they_fed(tmp_path: Path) -> None:
     analysis = analyzed(tmp_path, [Call("aten::mm", [[64, 64], [64, 64]], [FP32, FP32])])
     result = study(analysis)

@@ -66,6 +66,27 @@ def test_broken_shapes_are_none_or_nothing(text: str | None) -> None:
     assert work_of("aten::mm", text, None, {}) is None
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(dims=JSON, types=JSON, operator=st.sampled_from(["mm", "addmm", "bmm", "mul", "cat", "copy_", "embedding", "native_dropout",
+       "_flash_attention_forward", "convolution_backward", "conv2d", "_fused_adamw_", "sum", "triton_poi_x", "_grouped_mm"]))  # fmt: skip
+def test_no_shapes_however_odd_break_anything(dims: Any, types: Any, operator: str) -> None:
+    found = work(f"aten::{operator}", dims, types)
+    assert found is None or found.flops is None or found.flops >= 0
+    short_shapes(json.dumps(dims))
+
+
+def test_shapes_of_no_device_and_endless_nesting_are_none() -> None:
+    assert work("aten::mm", [[2**40, 2**40], [2**40, 2]], [FP32, FP32]) is None
+    assert tensors_of("[" * 100_000, None) is None
+
+
 def test_a_convolution_takes_its_output_from_its_backward() -> None:
     backward = (
         "aten::convolution_backward",
@@ -89,6 +110,12 @@ def test_elementwise_work_reads_inputs_and_writes_the_broadcast() -> None:
     assert work("aten::exp", [[1000], [1000]], [FP32, FP32]).read_bytes == 4000  # the second is out=
     assert work("aten::fill_", [[1000], []], [FP32, "Scalar"]).read_bytes == 0
     assert work("aten::sum", [[1000]], [FP32]).outputs is None
+
+
+def test_compiled_kernels_and_experts_have_work() -> None:
+    found = work("triton_poi_fused_add_mul_0", [[1000], [1000], [1000], []], [BF16, BF16, BF16, "Scalar"])
+    assert (found.kind, found.read_bytes, found.write_bytes) == ("fused", 6000, 0)
+    assert work("aten::_grouped_mm", [[512, 64], [8, 64, 256]], [BF16, BF16]).flops == 2 * 512 * 64 * 256
 
 
 def test_types_that_are_unknown_leave_bytes_unknown() -> None:
