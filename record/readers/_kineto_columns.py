@@ -81,6 +81,7 @@ class Columns:
         self.processes = Processes()
         self.threads = Threads()
         self.events = 0
+        self.elements = 0  # with those that have no phase, and so are no events
         self.negative_durations = 0
         self.untimed = 0
         self.unclosed = 0
@@ -106,6 +107,7 @@ class Columns:
             self._pair(found)
             times = {action: _exact_times(events) for action, events in found.groups.items()}
         self.events += found.count
+        self.elements += len(chunk.events)
         self.unknown.update({label: len(events) for label, events in found.unknown.items()})
         self.ignored.update({label: len(events) for label, events in found.ignored.items()})
         self.categories.update(found.categories)

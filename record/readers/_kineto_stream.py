@@ -18,14 +18,16 @@ import msgspec
 
 from ..errors import UnreadableInput
 from ._kineto_events import DECODE_ERRORS, Event, Facts, decode_events
-from ._kineto_repair import Mended, mend
+from ._kineto_repair import BETWEEN_EVENTS, Mended, mend
 
 __all__ = ["Chunk", "Findings", "Readable", "TraceStream", "blocks"]
 
 CHUNK_BYTES = 2 << 20  # small enough to stay in the cache, which halves the time
-_HEAD_LIMIT_BYTES = 256 << 20
+_HEAD_LIMIT_BYTES = 64 << 20
+#: Elements that are no events, and ten times as many as are, after which a file is given up.
+_MOST_DROPPED = 20_000
 #: No event comes near this; without a bound a small gzip file could ask for any amount of memory.
-_LARGEST_ELEMENT_BYTES = 128 << 20
+_LARGEST_ELEMENT_BYTES = 32 << 20
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _LIST = re.compile(rb"\s*\[")
 _OBJECT = re.compile(rb"\s*\{")
@@ -125,20 +127,35 @@ class TraceStream:
         self._buffer = b""
         self.is_list = False  # a bare list of events, with nothing said around it
         self._next_try = CHUNK_BYTES // 2
+        self._given_up = False
         self.exact = False  # set it where doubles have not been enough
 
     def __iter__(self) -> Iterator[Chunk]:
         self._read_head()
+        events = 0
         for block in self._source:
             self._buffer += block
             chunk = self._cut()
             if chunk is not None:
+                events += len(chunk.events)
                 yield chunk
-            elif len(self._buffer) > _LARGEST_ELEMENT_BYTES:
-                self.findings.damaged = f"an element of more than {_LARGEST_ELEMENT_BYTES >> 20} MiB"
-                self._buffer = b""
+            if self._is_rubble(events, chunk is None):
+                self._buffer = self._buffer[:CHUNK_BYTES]  # the last events before it
                 break
         yield Chunk(self._finish())
+
+    def give_up(self, why: str) -> None:
+        """Read no further; ``why`` is said of the file."""
+        self.findings.damaged = why
+        self._given_up = True
+
+    def _is_rubble(self, events: int, uncut: bool) -> bool:
+        """Whether to give up what comes: a small compressed file can ask for any amount of memory and time."""
+        if uncut and len(self._buffer) > _LARGEST_ELEMENT_BYTES:
+            self.give_up(f"an element of more than {_LARGEST_ELEMENT_BYTES >> 20} MiB")
+        elif self.findings.dropped > max(_MOST_DROPPED, 10 * events):
+            self.give_up(f"more than {_MOST_DROPPED:,} elements that are no events")
+        return self._given_up
 
     # --- before the events ---------------------------------------------------------------------
 
@@ -233,8 +250,11 @@ class TraceStream:
         while True:
             start = max(0, end - window)
             found = list(_BEFORE_EVENT.finditer(buffer, start, end))
-            if found or start == 0:
+            if found:
                 yield from reversed(found)
+                return
+            if start == 0:  # events that begin with other names than is usual
+                yield from list(BETWEEN_EVENTS.finditer(buffer, max(0, end - (1 << 14)), end))[-1:]
                 return
             window *= 8
 

@@ -33,6 +33,9 @@ __all__ = ["Trace", "parse", "rank_of"]
 
 FORMAT = "kineto"
 
+#: Elements without a phase, and ten times as many as events, after which a file is given up.
+_MOST_ELEMENTS = 500_000
+
 Array = npt.NDArray[Any]
 
 
@@ -63,6 +66,8 @@ def parse(file: IO[bytes], where: str) -> Trace:
     for chunk in stream:
         if not columns.add(chunk):
             stream.exact = True
+        if columns.elements - columns.events > max(_MOST_ELEMENTS, 10 * columns.events):
+            stream.give_up(f"more than {_MOST_ELEMENTS:,} elements that are no events")
     _refuse_strangers(columns, findings, where)
     facts = stream.facts
     distributed = facts.distributedInfo if isinstance(facts.distributedInfo, dict) else {}
@@ -149,7 +154,12 @@ def _own(trace: Trace, part: Part) -> tuple[dict[str, dict[str, Any] | None], li
 def _refuse_strangers(columns: Columns, findings: Findings, where: str) -> None:
     if columns.events:
         return
-    if findings.truncated or findings.damaged:
+    if findings.damaged:
+        raise UnreadableInput(
+            f"{where} is damaged ({findings.damaged}) before its first complete event; copy it again from where it was "
+            "written"
+        )
+    if findings.truncated:
         raise UnreadableInput(
             f"{where} was cut off before its first complete event; copy it again from where it was written"
         )
