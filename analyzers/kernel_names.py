@@ -121,6 +121,8 @@ def _spelled_out(name: str) -> list[str]:
 @lru_cache(maxsize=65536)
 def _words(name: str) -> frozenset[str]:
     """The words of a name that say what it does, its own function's name left out."""
+    if _COUNTED.match(name):
+        return frozenset()  # a number is all that is left of it
     found = _mangled_words(name) if name.startswith("_Z") else _WORDS.findall(_ANONYMOUS.sub("", name))
     words = {word.lower() for word in found} - {base_name(name).lower()}
     return frozenset(word for word in words if word not in _GENERIC and not _TEMPLATE_ARGUMENT.match(word))
