@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from trine.analyzers.operations import pattern_of
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies.pipeline import Pipeline
 
 from ._facts import Facts
 
-__all__ = ["evident_pipeline", "per_step"]
+__all__ = ["evident_pipeline", "per_step", "waits_are_bubble"]
 
+#: Of the time in collectives, the share in messages between stages from which on waiting is the pipeline's.
+MESSAGES_SHARE = 0.5
 #: Micro-batches that must have been seen on each stage.
 FEWEST_SEEN = 8
 
@@ -31,3 +34,16 @@ def per_step(facts: Facts, result: Pipeline, amount_ns: float) -> float:
         if facts.unit == "window"
         else amount_ns
     )
+
+
+def waits_are_bubble(facts: Facts) -> bool:
+    """Whether ranks wait mostly for the stages beside them: that is bubble, which the rules on pipelines judge, and
+    neither a straggler's doing nor a slow link's (a stage waits while the pipeline fills, however fast all are)."""
+    if result_of(facts.analysis, "pipeline", Pipeline) is None:
+        return False
+    total = messages = 0
+    for one in facts.analysis.collectives:
+        amount = one.transfer_ns + one.wait_ns
+        total += amount
+        messages += amount if pattern_of(one.op) == "pair" or one.op == "send_recv" else 0
+    return total > 0 and messages >= MESSAGES_SHARE * total

@@ -9,6 +9,7 @@ from trine.analyzers.units import duration, percent, rate
 
 from ._facts import Facts
 from ._gain import predict
+from ._pipelines import waits_are_bubble
 from ._waits import Split, late_ranks, split_exposed
 
 __all__ = ["ID", "KIND", "find", "healthy", "threshold"]
@@ -35,7 +36,7 @@ def threshold(facts: Facts) -> float:
 def find(facts: Facts) -> Finding | None:
     """Bytes in the open, or waits without one culprit, above their thresholds."""
     split = split_exposed(facts)
-    if split is None or facts.world < 2:
+    if split is None or facts.world < 2 or waits_are_bubble(facts):
         return None
     if split.transfer is None or split.wait is None:
         limit = UNSPLIT_SHARE if facts.on_accelerator else CPU_WAIT_SHARE
@@ -180,7 +181,7 @@ def _evidence(split: Split, cause: str, lost_ns: int, top: list[dict[str, Any]])
 
 def healthy(facts: Facts) -> str | None:
     """Exposed transfers, when they were seen and are below the threshold."""
-    if facts.world < 2:
+    if facts.world < 2 or waits_are_bubble(facts):
         return None
     split = split_exposed(facts)
     if split is None:

@@ -7,10 +7,13 @@ from typing import Any, Literal
 import numpy as np
 
 from trine.analyzers.results import Finding, LateActivity, Recommendation
+from trine.analyzers.studies import result_of
+from trine.analyzers.studies.critical_path import CriticalPath
 from trine.analyzers.units import duration, percent, rank_list
 
 from ._facts import Facts, RankFacts
 from ._gain import predict
+from ._pipelines import waits_are_bubble
 from ._waits import LATE_SHARE, Late, late_ranks, latest
 
 __all__ = ["ID", "KIND", "find", "healthy"]
@@ -69,6 +72,11 @@ ALIKE_TIMES = 2.0
 SAVED_BY_CHANGE = (0.3, 0.7, 1.0)
 SAVED_BY_HAND = (0.5, 0.85, 1.0)
 
+#: Where the replay gains less than this part of the lateness, other ranks are next in line, and that is said ...
+NEXT_IN_LINE = 0.7
+#: ... if the replay of the job as it was is off by no more than this.
+MOST_REPLAY_ERROR = 0.05
+
 _UNKNOWN: tuple[str, dict[str, Any], str] = (
     "",
     {},
@@ -121,7 +129,7 @@ def _slower(rank: RankFacts, others: list[RankFacts]) -> LateActivity | None:
 def find(facts: Facts) -> Finding | None:
     """One or more ranks pass every threshold of lateness."""
     late = late_ranks(facts)
-    if not late or facts.step_ns is None:
+    if not late or facts.step_ns is None or waits_are_bubble(facts):
         return None
     by_rank = {rank.rank: rank for rank in facts.ranks}
     doing = {culprit.rank: _doing(facts, by_rank[culprit.rank]) for culprit in late}
@@ -130,19 +138,23 @@ def find(facts: Facts) -> Finding | None:
     first = doing[late[0].rank]
     words, change, why = REMEDIES.get(first.activity, _UNKNOWN) if first is not None else _UNKNOWN
     ranks = [culprit.rank for culprit in late]
-    one = len(ranks) == 1
-    title = (
-        f"{rank_list(ranks).capitalize()} {'arrives' if one else 'arrive'} late and cost{'s' if one else ''} "
-    )
-    title += f"the others {duration(cost_ns)} of each {facts.unit} ({percent(cost_ns / facts.step_ns)})"
     example = f" ({first.example})" if first is not None and first.example else ""
+    replayed_ns = _replayed(facts, ranks)
+    stake_ns = cost_ns if replayed_ns is None else min(cost_ns, replayed_ns)
     prediction = predict(
         facts,
-        cost_ns,
+        stake_ns,
         SAVED_BY_CHANGE if change else SAVED_BY_HAND,
-        "lateness behind the second last, as far as the others' waiting is exposed, × share that goes away",
+        "lateness behind the second last, as far as the others' waiting is exposed, and no more than the job replayed "
+        "without waiting for them gains, × share that goes away",
         {"lateness_share": round(cost_ns / facts.step_ns, 4)},
     )
+    title = _title(facts, ranks, cost_ns, stake_ns)
+    if stake_ns < NEXT_IN_LINE * cost_ns:
+        why += (
+            f" Do not expect all of it back: with nobody waiting for {rank_list(ranks)} the {facts.unit} would be "
+            f"{duration(stake_ns)} shorter, since the next ranks' own work then decides it (see the critical path)."
+        )
     return Finding(
         id=ID,
         kind=KIND,
@@ -150,11 +162,38 @@ def find(facts: Facts) -> Finding | None:
         evidence={
             "ranks": [_evidence(culprit, doing[culprit.rank], by_rank[culprit.rank]) for culprit in late],
             "cost_ns": cost_ns,
+            "replayed_gain_ns": replayed_ns,
             "waited_in": _waited_in(facts, set(ranks)),
         },
         recommendation=Recommendation(dict(change), why, "unchanged", prediction),
-        severity=cost_ns / facts.step_ns,
+        severity=stake_ns / facts.step_ns,
     )
+
+
+def _title(facts: Facts, ranks: list[int], cost_ns: int, stake_ns: int) -> str:
+    one = len(ranks) == 1
+    who = f"{rank_list(ranks).capitalize()} {'arrives' if one else 'arrive'} late and "
+    cost = f"{duration(cost_ns)} of each {facts.unit} ({percent(cost_ns / (facts.step_ns or cost_ns))})"
+    if stake_ns >= NEXT_IN_LINE * cost_ns:
+        return f"{who}cost{'s' if one else ''} the others {cost}"
+    least = f"the {facts.unit} itself only {duration(stake_ns)}"
+    return f"{who}make{'s' if one else ''} the others wait {cost}, which costs {least}"
+
+
+def _replayed(facts: Facts, ranks: list[int]) -> int | None:
+    """How much shorter a step of the trace is, replayed with nobody waiting for these ranks; None where that was not
+    replayed. A record has far more steps than its deep windows show, and its phases tell."""
+    path = result_of(facts.analysis, "critical_path", CriticalPath)
+    recorded = any(rank.result.summary.format == "trine" for rank in facts.ranks)
+    if path is None or path.job is None or recorded or facts.unit != "step":
+        return None
+    job = path.job
+    gains = {one.ranks: one.gain_ns for one in job.without}
+    gains |= {(one.rank,): one.gain_ns for one in job.ranks if one.gain_ns is not None}
+    gain_ns = gains.get(tuple(sorted(ranks)))
+    if gain_ns is None or job.replay_error is None or abs(job.replay_error) > MOST_REPLAY_ERROR:
+        return None
+    return round(gain_ns / max(path.ranks[0].step_count, 1))
 
 
 def _evidence(late: Late, doing: LateActivity | None, rank: RankFacts) -> dict[str, Any]:
@@ -186,7 +225,7 @@ def _waited_in(facts: Facts, culprits: set[int]) -> list[dict[str, Any]]:
 def healthy(facts: Facts) -> str | None:
     """The costliest rank's lateness, when all ranks could be compared and none is late."""
     worst = latest(facts)
-    if worst is None or not facts.step_ns or late_ranks(facts):
+    if worst is None or not facts.step_ns or late_ranks(facts) or waits_are_bubble(facts):
         return None
     share = worst.cost_ns / facts.step_ns
     if share >= LATE_SHARE:

@@ -131,5 +131,5 @@ def ideal_bubble(
         formula = f"({p} − 1)(F + B − {name}) / ({m}(F + B + W) + ({p} − 1)(F + B − {name}))"
         return Ideal(lost / (m * (forward + inputs + weights) + lost), formula)
     if schedule == "ZBVZeroBubble":
-        return Ideal(0.0, "0, where forward, input gradient and weight gradient take alike")
+        return Ideal(0.0, "where forward, input gradient and weight gradient take alike")
     return None

@@ -40,6 +40,9 @@ _PYTHON = HOST_KINDS.index("python")
 _COMPUTE = DEVICE_KINDS.index("compute")
 
 _ACTION = re.compile(r"(\d+)(F|B|I|W)(\d+)")
+#: What such names begin or end with: tried first, since a trace has names by the hundred thousand.
+_BEGINNINGS = ("PP:", "Forward ", "Backward ")
+_ENDINGS = ("forward_step", "backward_step", "_exec_forward_pass", "_exec_backward_pass")
 _LETTERS = {"F": 0, "B": 1, "I": 2, "W": 3}
 _NUMBERED = re.compile(r"(Forward|Backward) (\d+)")
 #: Functions of Megatron-LM and DeepSpeed as stacks and NVTX ranges name them: one call a micro-batch.
@@ -130,7 +133,12 @@ def _from_annotations(rank: Rank, selected: Selected) -> tuple[Marks, Spans] | N
     host = rank.host
     if host is None:
         return None
-    named = {code: parsed for code, text in enumerate(host.strings.values) if (parsed := _parsed(text))}
+    named = {
+        code: parsed
+        for code, text in enumerate(host.strings.values)
+        if text.startswith(_BEGINNINGS) or text.endswith(_ENDINGS)
+        if (parsed := _parsed(text))
+    }
     if not named:
         return None
     marking = np.isin(host["name"], list(named)) & np.isin(host["kind"], (_ANNOTATION, _PYTHON))

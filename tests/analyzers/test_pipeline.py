@@ -385,6 +385,25 @@ def test_messages_alone_show_stages_bubbles_and_the_schedule() -> None:
     assert studied(messages(gpipe, 4, 8)).schedule == "GPipe"
 
 
+def test_waiting_for_the_stages_beside_is_bubble_and_no_straggler() -> None:
+    """The messages of this pipeline wait for most of an iteration; the rules on waiting leave that to the pipeline's."""
+    ranks = annotated(gpipe, 3, 4, lambda kind, stage, index: f"PP:{stage}{LETTERS[kind]}{index}")
+    for rank, other in zip(ranks, messages(gpipe, 3, 4), strict=True):
+        assert other.collectives is not None
+        calls = other.collectives
+        # A receive is posted when the iteration begins and ends when the message is there.
+        receives = [code for code, name in enumerate(calls.strings.values) if name == "recv"]
+        posted = calls["step"] * 200 * MS
+        is_receive = [code in receives for code in calls["operation"].tolist()]
+        calls.columns["start_ns"] = calls["start_ns"].copy()
+        calls.columns["start_ns"][is_receive] = posted[is_receive]
+        rank.collectives = calls
+    analysis = analysed(ranks)
+    waits = sum(one.wait_ns for one in analysis.collectives)
+    assert waits > 0.3 * 3 * found(analysis).iteration_ns
+    assert not findings(analysis) & {"straggler", "exposed-communication"}
+
+
 def test_messages_between_equals_are_no_pipeline() -> None:
     """A ring (context parallelism) sends and receives with both neighbours at once."""
     ranks = []

@@ -50,7 +50,7 @@ def _summary(result: Pipeline) -> str:
     what = result.schedule or "A schedule of unknown name"
     chunks = f", {result.chunks} chunks a rank" if result.chunks > 1 else ""
     ideal = (
-        f"; at best this schedule leaves {percent(result.ideal_ratio)} ({result.ideal_formula})"
+        f"; at best this schedule leaves {percent(result.ideal_ratio) if result.ideal_ratio else 'none'} ({result.ideal_formula})"
         if result.ideal_ratio is not None
         else "; what it would leave at best is not known"
     )
