@@ -40,7 +40,8 @@ Finished = Callable[[dict[Any, Any], Callable[[Any, Any], None]], Any]
 
 
 def stream(data: bytes, where: str, finished: Finished) -> Any:
-    """The data of a pickle, each dictionary replaced by what ``finished`` makes of it when its items are in.
+    """The data of a pickle, each dictionary in it replaced by what ``finished`` makes of it when its items are in. (Of
+    dictionaries that are filled item by item, as old protocols do, those that are members of lists.)
 
     ``finished(dictionary, replace)`` may call ``replace(container, other)`` for a list or dictionary within: where the
     pickle names that container again it gets the other, and the container need not live on. ``where`` names the source in errors. Raises ``UnreadableInput`` as :func:`._pickles.load` does.
@@ -87,6 +88,7 @@ class _Machine:
         self._marks: list[int] = []
         self._memo: list[Any] = []
         self._places: dict[int, int] = {}  # identity of a list or dictionary in the memo → its index
+        self._open: dict[int, Any] = {}  # dictionaries that are filled item by item
         self._values = _Values(self._memo)
         self._most_memos = most_memos(len(data))
 
@@ -125,7 +127,7 @@ class _Machine:
                 mark = marks.pop()
                 items = stack[mark:]
                 del stack[mark:]
-                self._list().extend(items)
+                self._list().extend(self._finish(items) if self._open else items)
                 place += 1
             elif opcode == 46:  # STOP
                 return stack.pop()
@@ -144,7 +146,19 @@ class _Machine:
         del self._stack[mark:]
         return items
 
-    def _set_items(self, mark: int) -> None:
+    def _finish(self, items: list[Any]) -> list[Any]:
+        """Members of a list, of which dictionaries that were filled item by item (protocol 0) are finished by now."""
+        return [
+            self._finished_now(each) if self._open.pop(id(each), None) is not None else each for each in items
+        ]
+
+    def _finished_now(self, target: dict[Any, Any]) -> Any:
+        result = self._finished(target, self._replace)
+        if result is not target:
+            self._replace(target, result)
+        return result
+
+    def _set_items(self, mark: int, *, last: bool = True) -> None:
         items = self._items(mark)
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
@@ -153,10 +167,10 @@ class _Machine:
         if not PLAIN_KEYS.issuperset(map(type, keys)):
             self._check(keys)
         target.update(zip(keys, items[1::2], strict=True))
-        result = self._finished(target, self._replace)
-        if result is not target:
-            self._replace(target, result)
-            self._stack[-1] = result
+        if last:
+            self._stack[-1] = self._finished_now(target)
+        else:
+            self._open[id(target)] = target
 
     def _replace(self, container: Any, other: Any) -> None:
         index = self._places.pop(id(container), None)
@@ -183,9 +197,9 @@ class _Machine:
             return place
         if opcode == ord("a"):
             item = self._stack.pop()
-            self._list().append(item)
+            self._list().extend(self._finish([item]))
         elif opcode == ord("s"):
-            self._set_items(len(self._stack) - 2)
+            self._set_items(len(self._stack) - 2, last=False)
         elif opcode in _TUPLE_SIZES:
             items = self._items(len(self._stack) - _TUPLE_SIZES[opcode])
             if len(items) != _TUPLE_SIZES[opcode]:
