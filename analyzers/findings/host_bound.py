@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trine.analyzers.results import Finding, Recommendation
+from trine.analyzers.studies import result_of
+from trine.analyzers.studies.critical_path import CriticalPath
 from trine.analyzers.studies.launch_queue import KEY as QUEUE
 from trine.analyzers.studies.launch_queue import QueuePart
 from trine.analyzers.units import duration, percent
@@ -28,6 +30,10 @@ CPU_SHARE = 0.50
 CPU_STEP_NS = 5_000_000
 #: A queue of which more work than this share has no launch on record says nothing.
 LOST_SHARE = 0.05
+#: Part of the job's path that one rank's host holds ...
+HOLDS_SHARE = 0.5
+#: ... and what mending that rank (or the pair that costs most) gains at most, where the others' hosts are no faster.
+ALONE_SHARE = 0.1
 #: Of the usual step, what lies outside loader, forward, backward and optimizer: logging, metrics,
 #: evaluation, checkpoints.
 OUTSIDE_SHARE = 0.25
@@ -43,6 +49,7 @@ class _Idle:
     outside: float | None
     queue: QueuePart | None = None
     replayed: Replayed | None = None
+    holds: bool = False  # the others wait in collectives for this rank's host, and their own are no faster
 
     @property
     def between(self) -> float | None:
@@ -52,8 +59,32 @@ class _Idle:
 
 def _idle(facts: Facts) -> _Idle | None:
     """The typical rank's idle time caused by the host; None where neither a breakdown nor phases tell."""
-    found = [idle for rank in facts.ranks if (idle := _idle_of(facts, rank)) is not None]
-    return typical(found, lambda idle: max(idle.between or 0.0, idle.outside or 0.0))
+    if "host_idle" not in facts.memo:
+        found = [idle for rank in facts.ranks if (idle := _idle_of(facts, rank)) is not None]
+        held = _holder(facts, found)
+        facts.memo["host_idle"] = (
+            typical(found, lambda idle: max(idle.between or 0.0, idle.outside or 0.0))
+            if held is None
+            else held
+        )
+    idle: _Idle | None = facts.memo["host_idle"]
+    return idle
+
+
+def _holder(facts: Facts, found: list[_Idle]) -> _Idle | None:
+    """The rank whose host decides the job's path, where mending that rank alone would gain little: then all hosts
+    are about as slow, and most devices are not idle only because they wait in collectives for it."""
+    path = result_of(facts.analysis, "critical_path", CriticalPath)
+    if path is None or path.job is None or not path.job.ranks:
+        return None
+    job, first = path.job, path.job.ranks[0]
+    host = sum(first.segments_ns.get(name, 0) for name in ("operator", "python"))
+    alone = max((one.gain_ns for one in job.without), default=job.length_ns)
+    if host < HOLDS_SHARE * job.length_ns or alone > ALONE_SHARE * job.length_ns:
+        return None
+    return next(
+        (replace(idle, holds=True) for idle in found if idle.rank == first.rank and idle.replayed), None
+    )
 
 
 def _idle_of(facts: Facts, rank: RankFacts) -> _Idle | None:
@@ -136,7 +167,12 @@ def _between(facts: Facts, idle: _Idle, share: float) -> Finding:
     blocks = (idle.sync or 0.0) > (idle.host or 0.0)
     cause = "the host blocks in synchronising calls" if blocks else "the host is busy between launches"
     title = f"No operator runs for {duration(stall_ns)} of the {facts.unit} ({percent(share)}): the time goes to Python"
-    if facts.on_accelerator:
+    if facts.on_accelerator and idle.holds:
+        title = (
+            f"Rank {idle.rank}'s device idles {duration(stall_ns)} of the {facts.unit} ({percent(share)}) while {cause}; "
+            "the others wait for it in collectives, and their hosts are hardly faster"
+        )
+    elif facts.on_accelerator:
         title = f"The device idles {duration(stall_ns)} of the {facts.unit} ({percent(share)}) while {cause}"
     return Finding(
         id=ID,

@@ -85,6 +85,15 @@ class Meetings:
             return rank, link
         return late, other
 
+    def edges(self, ranks: Sequence[int], most: int, origin: int) -> tuple[Array, Array]:
+        """When each rank left and entered its links, ns from ``origin``, shape (ranks, most)."""
+        leaves, enters = (np.zeros((len(ranks), most), dtype=np.int64) for _ in range(2))
+        for position, rank in enumerate(ranks):
+            count = len(self._end[rank])
+            leaves[position, :count] = self._end[rank] - origin
+            enters[position, :count] = self._start[rank] - origin
+        return leaves, enters
+
     def calls(self) -> list[tuple[int, Array, Array, bool]]:
         """(when the last entered, ranks by position, their links, whether they waited for each other), in order
         of time."""
@@ -104,14 +113,15 @@ class Meetings:
             )
             where = np.array([ranks[rank] for rank in members])
             joined = (blame.last >= 0) | (blame.calls.pattern == "all")
-            for place in range(len(link)):
-                known = link[place] >= 0
-                if known.any():
-                    who, which = where[known], link[place][known]
-                    start = max(
-                        int(self._start[members[at]][link[place][at]]) for at in np.flatnonzero(known)
-                    )
-                    found.append((start, who, which, bool(joined[place])))
+            known = link >= 0
+            start = np.stack([self._start[rank][link[:, at]] for at, rank in enumerate(members)], axis=1)
+            last = np.where(known, start, np.iinfo(np.int64).min).max(axis=1).tolist()
+            for place, whole in enumerate(known.all(axis=1).tolist()):
+                if whole:
+                    found.append((last[place], where, link[place], bool(joined[place])))
+                elif known[place].any():
+                    mine = known[place]
+                    found.append((last[place], where[mine], link[place][mine], bool(joined[place])))
         for rank, position in ranks.items():
             for one in np.flatnonzero(self._blame[rank] < 0).tolist():
                 found.append((self.start(rank, one), np.array([position]), np.array([one]), False))
@@ -138,22 +148,18 @@ def lengths_without(meetings: Meetings, absent: Sequence[tuple[int, ...]]) -> li
         previous[position, :count] = one.previous
         between[position, :count] = one.between.sum(axis=1)
         end[:, position, -1] = begin[position] - origin
-    leaves = [meetings._end[rank] - origin for rank in ranks]
+    leaves, enters = meetings.edges(ranks, most, origin)
     counts = np.ones((len(absent), len(ranks)), dtype=bool)
     for number, left_out in enumerate(absent):
         counts[number, [ranks.index(rank) for rank in left_out]] = False
     for last, who, which, joined in meetings.calls():
         ready = end[:, who, previous[who, which]] + between[who, which]
-        leave = np.array([leaves[at][link] for at, link in zip(who.tolist(), which.tolist(), strict=True)])
+        leave = leaves[who, which]
         if joined:
             entered = np.where(counts[:, who], ready, 0).max(axis=1)
             end[:, who, which] = entered[:, None] + (leave - (last - origin))
         else:
-            own = (
-                np.array([meetings.start(ranks[at], link) for at, link in zip(who, which, strict=True)])
-                - origin
-            )
-            end[:, who, which] = ready + (leave - own)
+            end[:, who, which] = ready + (leave - enters[who, which])
     final = np.zeros((len(absent), len(ranks)), dtype=np.int64)
     for position, one in enumerate(meetings.links.values()):
         place = len(one.row)

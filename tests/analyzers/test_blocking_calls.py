@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from device_simulator import Host, Launch, Step, Sync, simulate
 
+import trine
 from trine.analyzers.analysis import analyze
 from trine.analyzers.results import Analysis, Finding
+from trine.analyzers.studies import result_of
+from trine.analyzers.studies.critical_path import CriticalPath
 from trine.record.model import Job, RankSource
 
 LAYER = [Launch(25_000, operator="aten::mm"), Host(4_000, "aten::view")]
@@ -87,3 +90,25 @@ def test_a_queue_that_is_never_empty_silences_host_bound() -> None:
     breakdown = analysis.ranks[0].summary.breakdown
     assert breakdown is not None and breakdown.idle.host > 0.3 * breakdown.window_ns
     assert "host-bound" not in found(analysis)
+
+
+def test_a_straggler_gives_back_no_more_than_the_next_rank_lets_it(data: Path) -> None:
+    """Ranks 0 and 6 make the others wait for half the step, yet all hosts take about as long; rank 2 of the
+    other job sleeps, and nothing else holds that job up."""
+    traces = data / "traces" / "kineto"
+    megatron = trine.analyze(trine.load(traces / "megatron_tp8_a100"), workers=1)
+    first, second = megatron.findings[:2]
+    assert (first.id, second.id) == ("host-bound", "straggler")
+    assert second.evidence["cost_ns"] > 0.4 * 626e6 and second.evidence["replayed_gain_ns"] < 0.05 * 626e6
+    assert second.recommendation.predicted.gain_ns.high <= second.evidence["replayed_gain_ns"]
+    assert "next ranks" in second.recommendation.why
+    # Every host needs nearly the whole step by itself: had a late rank been alone, there would be a faster one.
+    path = result_of(megatron, "critical_path", CriticalPath)
+    assert path is not None
+    hosts = [sum(rank.segments_ns.get(name, 0) for name in ("operator", "python")) for rank in path.ranks]
+    assert sorted(hosts)[1] > 0.75 * path.ranks[0].length_ns
+
+    sleeping = found(trine.analyze(trine.load(traces / "torchrec_straggler_v100"), workers=1))
+    assert "host-bound" not in sleeping
+    gain = sleeping["straggler"].recommendation.predicted.gain_ns
+    assert gain.high == pytest.approx(1e9, rel=0.05)
