@@ -90,7 +90,7 @@ class Dump:
                         "filename": "/v/site-packages/torch/distributed/c10d.py",
                         "line": 1,
                     },
-                    {"name": "train", "filename": "/home/me/train.py", "line": line},
+                    {"name": "train", "filename": "/job/me/train.py", "line": line},
                 ],
             }
         )

@@ -32,7 +32,7 @@ _ENGINE = [
     frame("torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask> const&)"),
 ]
 _CALL = [frame("_call_impl", f"{_SITE}/nn/modules/module.py", 1790)]
-_LOOP = [frame("<module>", "/home/me/train.py", 40)]
+_LOOP = [frame("<module>", "/job/me/train.py", 40)]
 
 
 def python_only(frames: Frames) -> Frames:
@@ -64,7 +64,7 @@ class Allocator:
             frame(f"at::_ops::{operator}::call(at::Tensor const&)"),
             frame("forward", f"{_SITE}/nn/modules/linear.py", 125),
             *_CALL,
-            frame("forward", "/home/me/model.py", line),
+            frame("forward", "/job/me/model.py", line),
             *_CALL,
             *_LOOP,
         ]
@@ -95,7 +95,7 @@ class Allocator:
 
     @staticmethod
     def plain(line: int = 50) -> Frames:
-        return [*_ALLOCATE, frame("main", "/home/me/train.py", line)]
+        return [*_ALLOCATE, frame("main", "/job/me/train.py", line)]
 
     # --- events ---------------------------------------------------------------------------------
 

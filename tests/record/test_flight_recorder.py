@@ -65,7 +65,7 @@ def test_status_and_groups_come_under_the_groups_name(tmp_path: Path) -> None:
     assert list(table.text("state")) == ["completed"] * 3 + ["scheduled"]
     assert (
         table.text("stack")[0]
-        == "/v/site-packages/torch/distributed/c10d.py(1): all_reduce;/home/me/train.py(10): train"
+        == "/v/site-packages/torch/distributed/c10d.py(1): all_reduce;/job/me/train.py(10): train"
     )
     assert table["timeout_ns"][0] == 600 * 10**9
 

@@ -314,7 +314,7 @@ def test_communication_is_what_lies_within_the_module_that_asks(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("file", "owner"),
     [
-        ("/home/me/torch/model.py", "torch/model.py:7 forward"),  # a folder of one's own that is called torch
+        ("/job/me/torch/model.py", "torch/model.py:7 forward"),  # a folder of one's own that is called torch
         ("/x/site-packages/transformers/models/llama/modeling.py", "llama/modeling.py:7 forward"),
         ("<stdin>", "<stdin>:7 forward"),
     ],
