@@ -86,9 +86,12 @@ def loss_words(first: ScalingPoint, point: ScalingPoint) -> str:
         (part for part in point.parts if part.share is not None and part.share >= _TOLD),
         key=lambda part: -abs(part.loss_ns),
     )
-    named = [f"{duration(abs(part.loss_ns))} of it {part_name(part.name)}" for part in told[:3]]
-    if len(named) > 1:
-        named[1:] = [text.replace(" of it", "") for text in named[1:]]
+    named = []
+    for place, part in enumerate(told[:3]):
+        # A part that grew by more than the whole, since another shrank, is no part *of* it.
+        within = place == 0 and (part.share or 0.0) <= 1
+        amount = f"{duration(abs(part.loss_ns))} of it" if within else _signed(part.loss_ns)
+        named.append(f"{amount} {part_name(part.name)}")
     words = f": {', '.join(named)}" if named else ""
     return f"{between} {duration(abs(point.loss_ns))} {'longer' if longer else 'less'} than it should {times}{words}."
 
