@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trine.record.model import MISSING, Quality
 
-from ._integers import integer_median
+from ._drift import trend_of
 from .lines import Line
 
 __all__ = ["align", "share"]
@@ -196,19 +196,20 @@ def _sampled(line: Line) -> Line:
     return line.taking(np.linspace(0, count - 1, _MOST_COMPARED).astype(np.int64))
 
 
-def _end_differences(one: Line, other: Line) -> Array:
+def _ends(one: Line, other: Line) -> tuple[Array, Array]:
+    """Ends of the calls that both know, and how far the other's lie behind."""
     first, second = one.column("end_ns"), other.column("end_ns")
     known = (first != MISSING) & (second != MISSING)
-    return np.asarray(first[known] - second[known])
+    return second[known], np.asarray(first[known] - second[known])
 
 
 def _disagreement(reference: Line, line: Line, lag: int) -> tuple[float, float, float, float, float]:
     """How badly two lists fit at a lag, worst clue first: operations, sizes, the scatter of the end
     differences, steps, and last the clocks themselves, which only decide where nothing else can."""
     one, other = (_sampled(side) for side in _paired(reference, line, lag))
-    ends = _end_differences(one, other)
-    centre = integer_median(ends) if len(ends) else 0
-    scatter = integer_median(np.abs(ends - centre)) if len(ends) else 0
+    times, apart = _ends(one, other)
+    trend, scatter = trend_of(times, apart) if len(apart) else (None, 0)
+    centre = trend.offset_ns if trend is not None else 0
     return (
         round(1 - share(one.operation == other.operation), 2),
         round(1 - share(one.column("bytes") == other.column("bytes")), 2),
@@ -230,9 +231,9 @@ def _fits(reference: Line, line: Line, lag: int) -> bool:
     known = (start_1 != MISSING) & (end_1 != MISSING) & (start_2 != MISSING) & (end_2 != MISSING)
     if not known.any():
         return True
-    offset = integer_median((end_1 - end_2)[known])
-    meet = (start_1 < end_2 + offset) & (start_2 + offset < end_1)
-    return share(meet[known]) > 0.5
+    start_1, end_1, start_2, end_2 = (column[known] for column in (start_1, end_1, start_2, end_2))
+    offset = trend_of(end_2, end_1 - end_2)[0].at(end_2)
+    return share((start_1 < end_2 + offset) & (start_2 + offset < end_1)) > 0.5
 
 
 def share(mask: Array) -> float:

@@ -1,7 +1,8 @@
 """How far ranks' clocks lie apart, from the fact that ranks leave a collective together.
 
 Only collectives that every rank must enter tell it: a broadcast's root may leave before its last
-receiver enters. The offset is the median difference of ends, so a few odd calls do not move it.
+receiver enters. The offset is the median difference of ends, so a few odd calls do not move it; over long
+windows it may drift.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from trine.record.model import MISSING
 
-from ._integers import integer_median
+from ._drift import Trend, trend_of
 from .matching import Calls
 
 __all__ = ["AGREEING_NS", "Clock", "clock_offsets"]
@@ -32,15 +33,18 @@ AGREEING_NS = 100_000
 class Clock:
     """``offset_ns`` is what to add to a rank's times to get the reference's, known to ±
     ``uncertainty_ns``. ``agrees`` when it is too small to tell from the collectives' own skew; then
-    nothing is corrected."""
+    nothing is corrected. With a ``drift`` (a share of time) the offset is that at ``origin_ns``, in the
+    middle of the calls that told it."""
 
     offset_ns: int
     uncertainty_ns: int
+    drift: float = 0.0
+    origin_ns: int = 0
 
     @property
     def agrees(self) -> bool:
         """Whether the clocks cannot be told apart."""
-        return abs(self.offset_ns) <= max(AGREEING_NS, self.uncertainty_ns)
+        return not self.drift and abs(self.offset_ns) <= max(AGREEING_NS, self.uncertainty_ns)
 
     @property
     def stated_ns(self) -> int:
@@ -49,8 +53,24 @@ class Clock:
 
     @property
     def correction_ns(self) -> int:
-        """What to add before times of different ranks are compared."""
+        """What to add before times of different ranks are compared, drift left out."""
         return 0 if self.agrees else self.offset_ns
+
+    def corrected(self, times: Array) -> Array:
+        """Times (ns, int64) of the rank on the reference's clock; shape as given."""
+        if self.agrees:
+            return times
+        return np.asarray(times + Trend(self.offset_ns, self.drift, self.origin_ns).at(times))
+
+    def behind(self, base: Clock) -> Clock:
+        """This clock against the reference of ``base``, where it is known against the rank of ``base``."""
+        there = self.origin_ns + self.offset_ns - base.origin_ns if base.drift else 0
+        return Clock(
+            self.offset_ns + base.offset_ns + round(base.drift * there),
+            self.uncertainty_ns + base.uncertainty_ns,
+            self.drift + base.drift,
+            self.origin_ns if self.drift else base.origin_ns - self.offset_ns if base.drift else 0,
+        )
 
 
 def clock_offsets(ranks: Sequence[int], calls: Iterable[Calls]) -> dict[int, Clock]:
@@ -66,10 +86,7 @@ def clock_offsets(ranks: Sequence[int], calls: Iterable[Calls]) -> dict[int, Clo
         for rank in frontier:
             for other, link in sorted(links[rank].items(), key=lambda item: item[1].uncertainty_ns):
                 if other not in clocks:
-                    base = clocks[rank]
-                    clocks[other] = Clock(
-                        base.offset_ns + link.offset_ns, base.uncertainty_ns + link.uncertainty_ns
-                    )
+                    clocks[other] = link.behind(clocks[rank])
                     reached.append(other)
         frontier = reached
     return clocks
@@ -90,7 +107,9 @@ def _links(calls: Iterable[Calls]) -> dict[int, dict[int, Clock]]:
     for (one, other), parts in spans.items():
         link = _link(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
         links[one][other] = link
-        links[other][one] = Clock(-link.offset_ns, link.uncertainty_ns)
+        links[other][one] = Clock(
+            -link.offset_ns, link.uncertainty_ns, -link.drift, link.origin_ns + link.offset_ns
+        )
     return links
 
 
@@ -103,9 +122,10 @@ def _link(start_1: Array, end_1: Array, start_2: Array, end_2: Array) -> Clock:
     tightest bounds is off by at most half their width, as in NTP: sure on busy hosts, where threads
     wake up late and ends scatter by milliseconds.
     """
-    apart = end_1 - end_2
-    offset = integer_median(apart)
-    by_ends = Clock(offset, 3 * integer_median(np.abs(apart - offset)))
+    trend, scatter = trend_of(end_2, end_1 - end_2)
+    by_ends = Clock(trend.offset_ns, 3 * scatter, trend.drift, trend.origin_ns)
+    if trend.drift:
+        return by_ends
     low, high = int((start_1 - end_2).max()), int((end_1 - start_2).min())
     if low > high:  # the clocks drift, or a call is not what it seems
         return by_ends

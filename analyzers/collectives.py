@@ -62,10 +62,7 @@ def blame(calls: Calls, clocks: Mapping[int, Clock]) -> Blame:
     known = ((calls.start_ns != MISSING) & (calls.end_ns != MISSING)).all(axis=1)
     calls = _rows(calls, known)
     duration = np.maximum(calls.end_ns - calls.start_ns, 0)
-    correction = np.array(
-        [clocks[rank].correction_ns if rank in clocks else 0 for rank in calls.ranks], dtype=np.int64
-    )
-    start, end = calls.start_ns + correction, calls.end_ns + correction
+    start, end = _corrected(calls, calls.start_ns, clocks), _corrected(calls, calls.end_ns, clocks)
     if calls.pattern == "all":
         transfer = duration.min(axis=1)
     else:
@@ -76,7 +73,20 @@ def blame(calls: Calls, clocks: Mapping[int, Clock]) -> Blame:
     others = np.where(np.arange(start.shape[1]) == last[:, None], np.iinfo(np.int64).min, start)
     late = np.take_along_axis(start, last[:, None], axis=1)[:, 0] - others.max(axis=1)
     waited_for = (start.max(axis=1) > start.min(axis=1)) & _held_up_others(calls, last)
+    if calls.pattern != "all":
+        # A sender that left before its receiver came, its message buffered, waited for nobody.
+        stayed = np.where(np.arange(end.shape[1]) == last[:, None], np.iinfo(np.int64).min, end).max(axis=1)
+        waited_for &= stayed > start.max(axis=1)
     return Blame(calls, transfer, wait, np.where(waited_for, last, -1), np.where(waited_for, late, 0))
+
+
+def _corrected(calls: Calls, times: Array, clocks: Mapping[int, Clock]) -> Array:
+    """Times of shape (calls, ranks) on one clock."""
+    columns = [
+        clocks[rank].corrected(times[:, column]) if rank in clocks else times[:, column]
+        for column, rank in enumerate(calls.ranks)
+    ]
+    return np.stack(columns, axis=1)
 
 
 def _rows(calls: Calls, known: Array) -> Calls:

@@ -133,6 +133,11 @@ def _about_clocks(clocks: dict[int, Clock], ranks: list[int], matched: bool) -> 
             f"{AGREEING_NS // 1000} µs (rank {worst}: {apart[worst].offset_ns / 1e6:+.3f} ms); "
             "starts are compared after correction"
         )
+        drifting = max(apart.values(), key=lambda clock: abs(clock.drift))
+        if drifting.drift:
+            message += (
+                f"; clocks drift by up to {abs(drifting.drift) * 1e6:.1f} µs a second, which is corrected too"
+            )
         notes.append(Quality("clock-disagreement", "info", message))
     unlinked = [rank for rank in ranks if rank not in clocks]
     if matched and unlinked:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trine.record.model import MISSING, Quality
 
-from ._integers import integer_median
+from ._drift import trend_of
 from .alignment import align, share
 from .lines import GroupKey, Line, lines_of, memberships
 from .operations import Pattern, pattern_of
@@ -125,7 +125,7 @@ def _meet(calls: Calls) -> bool:
     if calls.pattern != "all" or not known.any():
         return True
     start, end = calls.start_ns[known], calls.end_ns[known]
-    offset = np.array([integer_median(end[:, 0] - column) for column in end.T], dtype=np.int64)
+    offset = np.stack([trend_of(column, end[:, 0] - column)[0].at(column) for column in end.T], axis=1)
     return share((start + offset).max(axis=1) <= (end + offset).min(axis=1)) > 0.5
 
 

@@ -7,6 +7,7 @@ beyond the others' median of the same step is where its lateness came from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,13 @@ def _phases(steps: Table | None) -> dict[int, Array]:
 
 def _doing(phases: Mapping[int, Mapping[int, Array]], rank: int, step: int) -> Doing:
     own = phases.get(rank, {}).get(step)
-    others = [steps[step] for other, steps in phases.items() if other != rank and step in steps]
-    if own is None or not others:
+    if own is None:
         return None
-    excess = own - np.median(np.stack(others[:_MOST_OTHERS]), axis=0)
+    present = (steps[step] for other, steps in phases.items() if other != rank and step in steps)
+    others = list(islice(present, _MOST_OTHERS))
+    if not others:
+        return None
+    excess = own - np.median(np.stack(others), axis=0)
     worst = int(excess.argmax())
     name = [phase for phase in PHASES if phase in _ACTIVITY][worst]
     return (_ACTIVITY[name], f"phase {name}") if excess[worst] > 0 else None

@@ -231,7 +231,7 @@ def join(parts: Mapping[int, _Part], whole: Whole) -> GroupsResult | str:
             peer = blame.calls.pattern == "pair"
             blames[_kind(kinds, blame.calls.group, peer=peer)].append(blame)
     found = [_costs(kind, kinds, groups, parts, blames[kind], whole) for kind in KINDS]
-    ordered = sorted((costs for costs in found if costs.calls), key=lambda costs: -_weight(costs))
+    ordered = sorted((costs for costs in found if costs is not None), key=lambda costs: -_weight(costs))
     return GroupsResult(tuple(ordered))
 
 
@@ -252,7 +252,8 @@ def _costs(
     parts: Mapping[int, _Part],
     blames: Sequence[Blame],
     whole: Whole,
-) -> GroupCosts:
+) -> GroupCosts | None:
+    """What a kind costs; ``None`` where no call is of it."""
     ids, calls, ranks = set(), 0, set()
     for rank, part in parts.items():
         for group, operation, count in part.counts:
@@ -260,6 +261,8 @@ def _costs(
                 ids.add(group)
                 calls += count
                 ranks.add(rank)
+    if not calls:
+        return None
     members = {(group.id, group.ranks) for group in groups if group.id in ids and group.ranks}
     shares = communications(blames, whole.summaries)
     results = collective_results(blames)
