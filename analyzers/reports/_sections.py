@@ -16,6 +16,8 @@ __all__ = ["step_times", "utilisation", "where", "work"]
 
 #: Longer names of kernels are told by their words.
 _SHORT = 48
+#: Fewer steps are no curve.
+_FEW_STEPS = 4
 
 
 # --- where the time goes ---------------------------------------------------------------------------
@@ -152,9 +154,11 @@ def _step_series(text: Words, limits: Limits) -> Series | None:
             cells.append(
                 (str(rank.rank), str(own.count), duration(own.median_ns), low_high, duration(own.p95_ns))
             )
-    if not lines:
+    if not lines or (limits.brief and max(len(points) for _, points in lines) < _FEW_STEPS):
         return None
     columns = right(text["rank"], text["steps"], text["median"], text["interval"], text["p95"])
+    if limits.brief:
+        cells = []  # the lines carry their ends
     return Series(
         text["step_series"],
         "computation",
@@ -171,8 +175,8 @@ def _step_series(text: Words, limits: Limits) -> Series | None:
 def work(analysis: Analysis, text: Words, limits: Limits) -> Section | None:
     """The kernels and operators that take most time."""
     tables = [(analysis.kernels, "kernels_title"), (analysis.operators, "operators_title")]
-    if limits.brief and analysis.kernels and "kernel_efficiency" in analysis.studies:
-        tables.pop()  # what operators cost the device is the study's to say
+    if limits.brief and "kernel_efficiency" in analysis.studies:
+        tables.pop()  # what operators cost is the study's to say
     blocks = tuple(_named(rows, text, text[title], limits.rows) for rows, title in tables if rows)
     return Section("work", text["work"], blocks) if blocks else None
 

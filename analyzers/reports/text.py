@@ -43,9 +43,10 @@ __all__ = ["WIDTH", "render", "render_document"]
 
 WIDTH = 100
 #: Ranks and rows a terminal shows; the other forms show more.
-MOST_RANKS = 16
-MOST_ROWS = 8
-MOST_DETAIL = 5
+MOST_RANKS = 8
+MOST_ROWS = 6
+MOST_DETAIL = 4
+MOST_LANES = 16
 
 #: The look's colours; of each pair the one that reads on black and on white.
 COLOURS = {
@@ -222,7 +223,7 @@ class _Writer:
         self.line(*legend)
         lead = _lead(label for label, _ in lanes.rows)
         whole, room = extent(lanes), self.width - lead
-        for label, spans in lanes.rows[:MOST_RANKS]:
+        for label, spans in lanes.rows[:MOST_LANES]:
             parts: list[str | tuple[str, str]] = [shorten(label, lead - 1).ljust(lead)]
             for filled, begins in row_of_cells(spans, keys, whole, room):
                 if filled is None:
@@ -233,8 +234,8 @@ class _Writer:
             self.line(*parts)
         end = duration(whole)
         self.line((" " * lead + "0" + end.rjust(room - 1), "dim"))
-        if len(lanes.rows) > MOST_RANKS:
-            self.wrapped(self.text["more_rows"].format(left=len(lanes.rows) - MOST_RANKS), style="dim")
+        if len(lanes.rows) > MOST_LANES:
+            self.wrapped(self.text["more_rows"].format(left=len(lanes.rows) - MOST_LANES), style="dim")
 
     def areas(self, areas: Areas) -> None:
         """The sum of the layers as one line of bars; the layers themselves are in the table."""

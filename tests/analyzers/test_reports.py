@@ -293,3 +293,15 @@ def test_a_change_that_our_runtime_does_not_apply_is_said() -> None:
         to_json(one)["findings"][0]["recommendation"]["not_applied_by_runtime"] for one in (foreign, own)
     ]
     assert written == [["zero.stage"], []]
+
+
+def test_a_section_that_fails_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong kind of result stands for any defect of a section."""
+    analysis = diagnose(build(studies={"goodput": object(), "padding": object()}))
+    for render in (text.render, markdown.render, html.render):
+        said = re.sub(r"\s+", " ", render(analysis))
+        assert said.count("This section could not be drawn (unexpected AttributeError") == 2
+        assert "The order of work" in said
+    monkeypatch.setenv("TRINE_DEBUG", "1")
+    with pytest.raises(AttributeError):
+        text.render(analysis)

@@ -8,12 +8,13 @@ those of the others) and
 
 from __future__ import annotations
 
+import os
 import pkgutil
 from functools import cache
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from trine.analyzers.reports.document import Section
+from trine.analyzers.reports.document import Paragraph, Section, clean
 from trine.analyzers.results import Analysis
 
 __all__ = ["StudySection", "placed_sections", "sections"]
@@ -39,11 +40,26 @@ def _modules() -> tuple[tuple[str, StudySection], ...]:
 def placed_sections(analysis: Analysis, most_rows: int) -> tuple[tuple[int, Section], ...]:
     """The sections of the studies that have a result, in order, each with its place in the report."""
     found = [
-        (module.ORDER, module.section(analysis.studies[key], analysis, most_rows))
+        (module.ORDER, _section(key, module, analysis, most_rows))
         for key, module in _modules()
         if key in analysis.studies
     ]
     return tuple((order, section) for order, section in found if section is not None)
+
+
+def _section(key: str, module: StudySection, analysis: Analysis, most_rows: int) -> Section | None:
+    """One study's section; what fails in it must not cost the report."""
+    try:
+        return module.section(analysis.studies[key], analysis, most_rows)
+    except Exception as error:
+        if os.environ.get("TRINE_DEBUG"):
+            raise
+        name = key.replace("_", " ")
+        words = (
+            f"This section could not be drawn (unexpected {type(error).__name__}: {clean(error)}); its numbers are in "
+            "the JSON. Set TRINE_DEBUG=1 to see where, and please report it."
+        )
+        return Section(key.replace("_", "-"), name[:1].upper() + name[1:], (Paragraph(words),))
 
 
 def sections(analysis: Analysis, most_rows: int) -> tuple[Section, ...]:
