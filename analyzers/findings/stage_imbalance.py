@@ -16,8 +16,12 @@ __all__ = ["ID", "KIND", "find", "healthy"]
 ID = "stage-imbalance"
 KIND: Literal["fault"] = "fault"
 
-#: How much longer than the median stage the longest computes, from which on it is a fault ...
+#: How much longer than the median stage the longest computes, from which on it is a fault; on CPUs, whose cores
+#: stages may share, more ...
 LONGER = 0.15
+LONGER_ON_CPU = 0.35
+#: ... in how many of the iterations it must be the longest ...
+SAME_STAGE = 0.65
 #: ... and what that costs, as a share of the iteration.
 COST_SHARE = 0.05
 #: Of the difference to an even split, what moving whole layers gets back.
@@ -27,7 +31,8 @@ GOT_BACK = (0.4, 0.7, 1.0)
 def find(facts: Facts) -> Finding | None:
     """The longest stage takes 15 % more than the median one, and that costs 5 % of the iteration."""
     result = evident_pipeline(facts)
-    if result is None or result.imbalance < LONGER:
+    limit = LONGER_ON_CPU if facts.on_accelerator is False else LONGER
+    if result is None or result.imbalance < limit or result.slowest_share < SAME_STAGE:
         return None
     computes = sorted(stage.compute_ns for stage in result.stages)
     longest, mean = computes[-1], sum(computes) / len(computes)

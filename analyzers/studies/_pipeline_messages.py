@@ -67,7 +67,8 @@ def _sends_and_receives(rank: Rank, selected: Selected) -> tuple[Array, Array, A
     receive = np.isin(table["operation"], [code for code, kind in enumerate(kinds) if kind == "recv"])
     timed = (table["start_ns"] != MISSING) & (table["end_ns"] != MISSING)
     rows = np.flatnonzero((send | receive) & (table["peer"] >= 0) & timed & selected.holds(table["step"]))
-    if len(rows) < FEWEST_MESSAGES:
+    # One iteration ends where another begins, and messages do not say where: steps must be marked.
+    if len(rows) < FEWEST_MESSAGES or (table["step"][rows] == MISSING).any():
         return None
     time = np.where(send[rows], table["start_ns"][rows], table["end_ns"][rows])
     order = np.argsort(time, kind="stable")
@@ -80,7 +81,7 @@ def _neighbours(sends: Array, peer: Array, step: Array) -> tuple[int | None, int
     peers = np.unique(peer).tolist()
     if len(peers) > 2:
         return None
-    first = 0 if (step == MISSING).all() else int(np.flatnonzero(step == step.max())[0])
+    first = int(np.flatnonzero(step == step.max())[0])
     opens_with_send, other = bool(sends[first]), int(peer[first])
     rest = [one for one in peers if one != other]
     # The first stage begins by sending and has one neighbour; all others begin by receiving.
@@ -130,6 +131,7 @@ def _pieces(
     are posted ahead and end in the middle of other work.
     """
     begin, end, own = work
+    arrivals = _arrivals(sends, peer, time, step)
     bounds = np.ones(len(sends), dtype=bool) if before is None else sends
     sends, peer, time, step = sends[bounds], peer[bounds], time[bounds], step[bounds]
     place = np.searchsorted(time, begin, side="right")  # messages that came before it
@@ -137,7 +139,6 @@ def _pieces(
     changes = (np.diff(place[order]) != 0) | (np.diff(own[order]) != 0)
     first = np.concatenate(([0], np.flatnonzero(changes) + 1))
     held, steps = place[order][first], own[order][first]
-    start = np.minimum.reduceat(begin[order], first)
     done = np.maximum.reduceat(end[order], first)
     direction = np.array(
         [
@@ -150,10 +151,33 @@ def _pieces(
     counts: dict[tuple[int, int], int] = {}
     for row, key in enumerate(zip(steps.tolist(), direction.tolist(), strict=True)):
         index[row] = counts[key] = counts.get(key, -1) + 1
-    iteration = np.where(steps == MISSING, 0, steps)
+    # A piece begins with what it works on: what ran before that had arrived is something else.
+    limits = [
+        _arrived(arrivals, int(of), after if one == _BACKWARD else before, number)
+        for of, one, number in zip(steps, direction, index, strict=True)
+    ]
+    limit = np.repeat(limits, np.diff(np.append(first, len(order))))
+    late = np.where(end[order] > limit, begin[order], np.iinfo(np.int64).max)
+    start = np.minimum.reduceat(late, first)
+    start = np.where(start > done, np.minimum.reduceat(begin[order], first), start)
     stage = np.full(len(held), -1, dtype=np.int64)
     known = direction >= 0
-    return tuple(column[known] for column in (iteration, stage, index, direction, start, done))
+    return tuple(column[known] for column in (steps, stage, index, direction, start, done))
+
+
+def _arrivals(sends: Array, peer: Array, time: Array, step: Array) -> dict[tuple[int, int], list[int]]:
+    """(step, sender) → when its messages were there, in order."""
+    found: dict[tuple[int, int], list[int]] = {}
+    rows = np.flatnonzero(~sends)
+    for of, one, at in zip(step[rows].tolist(), peer[rows].tolist(), time[rows].tolist(), strict=True):
+        found.setdefault((of, one), []).append(at)
+    return found
+
+
+def _arrived(arrivals: dict[tuple[int, int], list[int]], step: int, sender: int | None, number: int) -> int:
+    """When the message for a step's ``number``-th piece of work was there; MISSING where it needs none."""
+    times = arrivals.get((step, -1 if sender is None else sender), [])
+    return times[number] if number < len(times) else MISSING
 
 
 def _direction(

@@ -80,6 +80,7 @@ class Pipeline:
     ideal_ratio: float | None
     ideal_formula: str | None
     slowest: int  # rank of the stage that computes longest
+    slowest_share: float  # of the iterations, in which it is that stage
     imbalance: float
     clocks: tuple[ClockCheck, ...]  # where neighbours' times contradict each other
     drawn: int  # the iteration that ``spans`` show
@@ -98,7 +99,7 @@ def join(parts: Mapping[int, Work], whole: Whole) -> Pipeline | str:
     if not parts:
         return (
             "nothing shows a pipeline: no times of micro-batches, no annotations of torch.distributed.pipelining, "
-            "no sends and receives with known peers"
+            "no sends and receives with known peers in marked steps"
         )
     corrections = {rank: clock.correction_ns for rank, clock in whole.clocks.items()}
     layout = lay_out(parts, corrections)
@@ -132,6 +133,8 @@ def _of_replica(rows: Sequence[Work], layout: Layout, corrections: Mapping[int, 
         for work, places, offset in zip(rows, at, offsets, strict=True)
     )
     computes = [stage.compute_ns for stage in stages]
+    each = np.array([work.compute[places] for work, places in zip(rows, at, strict=True)])[:, steady]
+    longest = int(np.argmax(computes))
     median = float(np.median(computes))
     microbatches = int(np.median(np.concatenate([work.counts for work in rows])))
     drawn, spans, cut = _drawing(rows, layout, common, length, steady, offsets)
@@ -152,7 +155,8 @@ def _of_replica(rows: Sequence[Work], layout: Layout, corrections: Mapping[int, 
         bubble_ratio=sum(stage.bubble_ratio for stage in stages) / len(stages),
         ideal_ratio=ideal.ratio if ideal is not None else None,
         ideal_formula=ideal.formula if ideal is not None else None,
-        slowest=stages[int(np.argmax(computes))].rank,
+        slowest=stages[longest].rank,
+        slowest_share=float((each[longest] == each.max(axis=0)).mean()),
         imbalance=max(computes) / median - 1 if median else 0.0,
         clocks=tuple(check for check in checks if check.contradiction_ns > 0),
         drawn=drawn,

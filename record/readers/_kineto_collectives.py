@@ -177,11 +177,14 @@ def collectives_table(
     device: Table | None,
     host: Table | None,
     strings: Strings,
+    world: tuple[int, ...] = (),
 ) -> tuple[Table | None, list[tuple[str, str | None, tuple[int, ...]]]]:
     """The collectives of a rank and the groups that their metadata names.
 
-    ``marked`` are the communication kernels and ``record_param_comms`` rows with their arguments.
+    ``marked`` are the communication kernels, ``record_param_comms``, send and receive rows with their arguments.
+    ``world``: the ranks of the only group, where there is one alone.
     """
+    marked, peers = _without_peers(marked, host, world)
     metadata = {row: _from_metadata(arguments) for kind, row, arguments in marked if kind == "host"}
     for row, call in metadata.items():
         call.host_row = row
@@ -197,7 +200,7 @@ def collectives_table(
     if device is not None:
         _name_by_stream(calls, device)
     rows = _device_rows(calls, device, host)
-    rows += _host_rows(host, look, bool(calls))
+    rows += _host_rows(host, look, peers)
     if not rows:
         return None, groups
     rows.sort(key=lambda row: (row["start_ns"], row["device_row"]))
@@ -205,6 +208,29 @@ def collectives_table(
     for name in ("operation", "group", "dtype", "state", "label"):
         columns[name] = [strings.code(value) for value in columns[name]]
     return Table("collectives", columns, strings), groups
+
+
+def _without_peers(
+    marked: Sequence[tuple[str, int, CollectiveArguments]], host: Table | None, world: tuple[int, ...]
+) -> tuple[list[tuple[str, int, CollectiveArguments]], dict[int, int]]:
+    """The marks that are collectives, and for the others (``c10d::send``, ``c10d::recv_``) host row → peer.
+
+    They name the peer by its place in a group that they do not name, so it is known where there is one group.
+    """
+    names = () if host is None else (host.strings.find("c10d::send"), host.strings.find("c10d::recv_"))
+    kept, peers = [], {}
+    for kind, row, arguments in marked:
+        if kind != "host" or host is None or int(host["name"][row]) not in names:
+            kept.append((kind, row, arguments))
+            continue
+        try:
+            inputs = msgspec.json.decode(arguments.concrete)  # tensors, group, peer, tag
+            place = int(inputs[2])
+        except (*DECODE_ERRORS, IndexError, TypeError, KeyError):
+            continue
+        if 0 <= place < len(world):
+            peers[row] = world[place]
+    return kept, peers
 
 
 def _device_call(
@@ -281,7 +307,7 @@ def _device_rows(
     return rows
 
 
-def _host_rows(host: Table | None, look: _Host, on_device: bool) -> list[dict[str, Any]]:
+def _host_rows(host: Table | None, look: _Host, peers: Mapping[int, int]) -> list[dict[str, Any]]:
     """Collectives that ran on the host: gloo's and MPI's annotations, on their own worker threads."""
     if host is None:
         return []
@@ -294,10 +320,13 @@ def _host_rows(host: Table | None, look: _Host, on_device: bool) -> list[dict[st
         call = look.at(row)
         if call is None:
             continue
+        issue = issues.get(row, -1)
+        if call.peer == MISSING:
+            call.peer = peers.get(issue, MISSING)
         rows.append(
             _row(
                 call,
-                issued_ns=issues.get(row, MISSING),
+                issued_ns=int(host["start_ns"][issue]) if issue >= 0 else MISSING,
                 start_ns=int(host["start_ns"][row]),
                 end_ns=int(host["end_ns"][row]),
                 device_row=-1,
@@ -309,7 +338,7 @@ def _host_rows(host: Table | None, look: _Host, on_device: bool) -> list[dict[st
 
 
 def _issues(host: Table, running: list[int], look: _Host) -> dict[int, int]:
-    """When each host collective was issued: the ``c10d::`` operator of the same operation and shape, in order.
+    """The row that issued each host collective: the ``c10d::`` operator of the same operation and shape, in order.
 
     Only where both were recorded equally often; a worker thread runs what was queued in order.
     """
@@ -326,7 +355,7 @@ def _issues(host: Table, running: list[int], look: _Host) -> dict[int, int]:
     for key, begun in ran.items():
         called = issued.get(key, [])
         if len(called) == len(begun):
-            for (start, row), (issue, _) in zip(sorted(begun), sorted(called), strict=True):
+            for (start, row), (issue, operator) in zip(sorted(begun), sorted(called), strict=True):
                 if issue <= start:
-                    found[row] = issue
+                    found[row] = operator
     return found

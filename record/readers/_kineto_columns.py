@@ -51,6 +51,9 @@ PROCESS, SECTION = "_process", "_section"
 
 Array = npt.NDArray[Any]
 
+#: Operators whose arguments tell of collectives; those of the last two, to and from whom on gloo.
+_CALLS = ("record_param_comms", "c10d::send", "c10d::recv_")
+
 
 class Columns:
     """Takes chunks of events, keeps columns. Call :meth:`add` per chunk, then read the fields.
@@ -65,7 +68,7 @@ class Columns:
         self.host: list[dict[str, Array]] = []
         self.memory: list[dict[str, Array]] = []
         self.syncs: list[dict[str, Array]] = []
-        #: ("device" | "host", row, arguments) of communication kernels and of ``record_param_comms``.
+        #: ("device" | "host", row, arguments) of communication kernels, ``record_param_comms``, sends and receives.
         self.collectives: list[tuple[str, int, CollectiveArguments]] = []
         self.call_shapes = Sparse()  # host row of a call → (grid's blocks, block's threads), as ROCm has them
         self.residents = Sparse()  # device row → threads of it that fit a multiprocessor at once
@@ -249,7 +252,7 @@ class Columns:
             SECTION: self._section,
         }
         if kind == OPERATOR:
-            metadata = names == self.strings.find("record_param_comms")
+            metadata = np.isin(names, [self.strings.find(name) for name in _CALLS])
             self._keep_collectives("host", events, metadata & known, self._host_rows, known)
         self.host.append(_kept(columns, known))
         self._host_rows += int(np.count_nonzero(known))

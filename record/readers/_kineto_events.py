@@ -167,9 +167,10 @@ class CollectiveArguments(
         "source_rank": "Src Rank",
         "destination_rank": "Dst Rank",
         "communicator": "Comms Id",
+        "concrete": "Concrete Inputs",
     },
 ):
-    """``args`` of communication kernels, ``record_param_comms`` and annotations, decoded for those few alone."""
+    """``args`` of communication kernels, ``record_param_comms``, sends and receives, decoded for those few alone."""
 
     external_id: Any = None
     old_external_id: Any = None
@@ -188,6 +189,7 @@ class CollectiveArguments(
     source_rank: Any = None
     destination_rank: Any = None
     communicator: Any = None
+    concrete: msgspec.Raw = _NOTHING
 
 
 _Arguments = TypeVar(

@@ -236,7 +236,9 @@ def _fill(
         result.memory = memory_table(columns, base_ns, strings)
     if (columns := tables.pop("syncs", None)) is not None:
         result.synchronizations = synchronizations_table(columns, base_ns, strings)
-    result.collectives, seen = collectives_table(marked, result.device, result.host, strings)
+    configured = groups_of(distributed, ())
+    world = configured[0].ranks if len(configured) == 1 else ()
+    result.collectives, seen = collectives_table(marked, result.device, result.host, strings, world)
     result.groups = groups_of(distributed, seen)
 
 

@@ -182,6 +182,24 @@ def test_a_long_stage_is_a_fault_and_an_even_pipeline_is_none() -> None:
         assert "stage-imbalance" in {item.id for item in healthy.not_bound_by}
 
 
+def test_stages_that_are_long_in_turn_are_no_imbalance() -> None:
+    ranks = pipeline(one_by_one, 4, 32, iterations=6)
+    turns = [pipeline(one_by_one, 4, 32, iterations=6, length=uneven(stage, 1.6)) for stage in (0, 1, 2)]
+    for rank in ranks:
+        tables = [turn[rank.rank].microbatches for turn in turns]
+        assert rank.microbatches is not None and all(table is not None for table in tables)
+        for step in range(1, 7):
+            table = tables[step % 3]
+            assert table is not None
+            own, other = rank.microbatches["step"] == step, table["step"] == step
+            for column in ("start_ns", "end_ns"):
+                shift = table[column][other] - int(table["start_ns"][other].min()) + step * 10**10
+                rank.microbatches.columns[column][own] = shift
+    result = studied(ranks)
+    assert result.slowest_share < 0.65
+    assert "stage-imbalance" not in findings(analysed(ranks))
+
+
 def test_a_large_bubble_is_an_opportunity_and_a_small_one_is_none() -> None:
     analysis = analysed(pipeline(one_by_one, 8, 8))
     (finding,) = (one for one in analysis.findings if one.id == "pipeline-bubble")
