@@ -161,7 +161,7 @@ def _say_what_was_broken(rank: Rank, database: Database, broken: int, unfinished
         text = (
             f"the file was cut off: {cut} of its bytes are missing; copy it again from where it was exported"
         )
-        rank.note("truncated", "error", text)
+        rank.note("truncated-file", "error", text)
     for table, why in sorted(database.damaged.items()):
         text = f"{table} is damaged ({why}); what could be read of it is used; export the report again"
         rank.note("damaged-table", "error", text)
@@ -180,7 +180,7 @@ def _say_launches(rank: Rank) -> None:
     lost = int((rank.device["launch"] < 0).sum())
     if lost:
         text = f"{lost} of {len(rank.device)} device events have no launch record: their step and idle cause are unknown"
-        rank.note("no-launch", "info" if lost < len(rank.device) * 0.01 else "warning", text)
+        rank.note("no-launch-record", "info" if lost < len(rank.device) * 0.01 else "warning", text)
     launch = rank.device["launch"]
     known = launch >= 0
     early = rank.device["start_ns"][known] < rank.host["start_ns"][launch[known]]

@@ -57,14 +57,14 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes(sound: bytes, tmp_pat
         found = read(path)
         if isinstance(found, list):
             partial += 1
-            assert any(note.id == "truncated" for rank in found for note in rank.quality)
+            assert any(note.id == "truncated-file" for rank in found for note in rank.quality)
         else:
             assert "export" in found
     assert partial >= 5
     path.write_bytes(sound)
     whole = read(path)
     assert isinstance(whole, list)
-    assert not any(note.id in ("truncated", "damaged-table") for rank in whole for note in rank.quality)
+    assert not any(note.id in ("truncated-file", "damaged-table") for rank in whole for note in rank.quality)
 
 
 def test_wrong_types_in_columns_are_missing_values(tmp_path: Path) -> None:
