@@ -180,8 +180,8 @@ class _Parts:
         whole = ranks[0]
         for other in ranks[1:]:
             _add(whole, other)
-        for part, error in failed:
-            whole.note("unreadable-part", "error", f"{part.name} of this rank cannot be read: {error}")
+        for part, why in failed:
+            whole.note("unreadable-part", "error", f"{part.name} of this rank cannot be read: {why}")
         whole.rank = source.rank
         whole.quality = [replace(note, rank=source.rank) for note in whole.quality]
         return whole

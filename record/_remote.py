@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -96,13 +97,13 @@ def fetch(url: str, workspace: Workspace) -> Fetched:
 def _open(url: str) -> tuple[Any, str]:
     """The file system of a URL and the place in it."""
     try:
-        import fsspec
+        core = import_module("fsspec.core")
     except ImportError:
         raise UsageError(
             f"{url} needs fsspec, which is not installed: pip install 'trine[remote]', or copy the files here"
         ) from None
     try:
-        system, place = fsspec.core.url_to_fs(url)
+        system, place = core.url_to_fs(url)
     except ImportError as error:  # its text names the protocol's own package
         raise UsageError(f"{url} cannot be opened: {_line(error)}, or copy the files here") from None
     except ValueError as error:

@@ -198,8 +198,8 @@ class _Claims:
         for file in found.inside:
             # Within a record's folder only its own files are traces.
             format = format_of(file)
-            if format not in (None, _TRACE):
-                self.of[cast(str, format)].append(file)
+            if format is not None and format != _TRACE:
+                self.of[format].append(file)
 
     def _add_file(self, path: Path) -> None:
         format = format_of(path)
@@ -210,8 +210,8 @@ class _Claims:
         if path.name.lower().endswith(ARCHIVE_NAMES):
             for member in unpacked(path, self._workspace, self.notes):
                 inner = format_of(member)
-                if inner not in (None, _TRACE):
-                    self.of[cast(str, inner)].append(member)
+                if inner is not None and inner != _TRACE:
+                    self.of[inner].append(member)
 
     def _leave(self, path: Path) -> None:
         try:
@@ -283,8 +283,8 @@ def _mixed(formats: list[str], claims: _Claims, origin: Path) -> Job:
             refused.append((format, str(error)))
     if not jobs:
         raise UnreadableInput(refused[0][1])
-    for format, error in refused:
-        claims.notes += _about_refused(format, claims.of[format], error)
+    for format, why in refused:
+        claims.notes += _about_refused(format, claims.of[format], why)
     return join_jobs(jobs, origin)
 
 

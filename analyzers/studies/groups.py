@@ -65,7 +65,7 @@ def reduce(scope: Scope) -> _Part | None:
             spans[key][1] += exposed
     return _Part(
         tuple(_counts(table)),
-        tuple((*key, *times) for key, times in sorted(spans.items())),
+        tuple((group, peer, busy, exposed) for (group, peer), (busy, exposed) in sorted(spans.items())),
         tuple((*key, calls) for key, calls in sorted(callers.items())),
     )
 
