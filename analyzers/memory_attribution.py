@@ -197,7 +197,7 @@ def _words(host: Table, row: int, top: int, line: int, strings: Any) -> tuple[in
     text = host.strings.text
     operator = (text(int(host["name"][top])) or "").removeprefix(_ENGINE) if top >= 0 else None
     module = text(int(host["module"][row])) or (text(int(host["module"][top])) if top >= 0 else None)
-    frames = []
+    frames: list[str] = []
     at, steps = line, 0
     while at >= 0 and len(frames) < _MOST_FRAMES and steps < 512:
         steps += 1

@@ -175,7 +175,7 @@ def _ends_of_runs(phase: Array, run: Array, which: int) -> Array:
         return rows
     last = rows[np.append(np.flatnonzero(np.diff(run[rows])), len(rows) - 1)]
     shown = np.flatnonzero(phase)
-    return last[last < shown[-1]] if which == _BACKWARD else last
+    return np.asarray(last[last < shown[-1]] if which == _BACKWARD else last)
 
 
 def _older(start: Array, count: int) -> Array:

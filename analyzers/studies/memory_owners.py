@@ -137,7 +137,7 @@ class MemoryOwners:
 
 def reduce(scope: Scope) -> RankMemory | None:
     """The rank's curve, owners, fragmentation and growth; None without allocator events."""
-    bounds = (None, None)
+    bounds: tuple[int | None, int | None] = (None, None)
     if scope.selection.is_range:
         bounds = (scope.selected.start_ns, scope.selected.end_ns)
     parts = [(rank, rank.memory) for rank in (scope.rank, *scope.rank.windows) if rank.memory is not None]

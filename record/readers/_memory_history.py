@@ -256,8 +256,8 @@ def _reserved(
     running = np.cumsum(change)
     if anchored:
         total = int(held.size[held.rows(index, SEGMENT)].sum())
-        return np.maximum(total - (running[-1] if len(running) else 0) + running, 0)
-    return np.maximum(running - min(0, int(running.min())), allocated)
+        return np.asarray(np.maximum(total - (running[-1] if len(running) else 0) + running, 0))
+    return np.asarray(np.maximum(running - min(0, int(running.min())), allocated))
 
 
 def _pending_peak(index: int, action: Array, size: Array, held: Held) -> int:

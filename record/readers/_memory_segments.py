@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ._memory_stacks import Stacks
 
-__all__ = ["ACTIVE", "INACTIVE", "PENDING", "STATES", "Held", "integers", "read_segments"]
+__all__ = ["ACTIVE", "INACTIVE", "PENDING", "STATES", "Held", "read_segments"]
 
 Array = npt.NDArray[Any]
 
@@ -59,68 +59,46 @@ class Held:
         return np.flatnonzero((self.device == device) & np.isin(self.state, states))
 
 
-def integers(rows: Sequence[dict[str, Any]], key: str, default: int = 0) -> Array:
-    """A field of each row as int64; what is no integer of 62 bits becomes ``default``."""
-    values = [row.get(key, default) for row in rows]
-    kinds = set(map(type, values))
-    if kinds <= {int, bool}:
-        try:
-            found = np.array(values, dtype=np.int64)
-        except OverflowError:
-            pass
-        else:
-            return np.where(np.abs(found) < _LARGEST, found, default)
-    kept = [int(v) if type(v) in (int, float) and abs(v) < _LARGEST else default for v in values]
-    return np.array(kept, dtype=np.int64)
-
-
 def read_segments(segments: Sequence[dict[str, Any]], stacks: Stacks) -> Held:
     """Columns of all segments and blocks."""
     pools: dict[str, int] = {}
-    parts: list[tuple[Array, ...]] = []
+    rows: list[tuple[int, ...]] = []
     odd, expandable = 0, False
     for segment in segments:
-        device, address, size = (_integer(segment, key) for key in ("device", "address", "total_size"))
-        stream = _integer(segment, "stream")
+        device, address, stream = (_integer(segment, key) for key in ("device", "address", "stream"))
         expandable = expandable or segment.get("is_expandable") is True
         pool = pools.setdefault(_pool(segment), len(pools))
+        size, asked = _integer(segment, "total_size"), _integer(segment, "requested_size")
+        stack = stacks.number(segment.get("frames"))
+        rows.append((device, address, address, size, asked, SEGMENT, stream, stack, pool))
         listed = segment.get("blocks")
-        blocks = [each for each in listed if type(each) is dict] if type(listed) is list else []
-        odd += (len(listed) if type(listed) is list else 0) - len(blocks)
-        states = [
-            _STATES.get(each.get("state"), -1) if type(each.get("state")) is str else -1 for each in blocks
-        ]
-        odd += states.count(-1)
-        sizes = integers(blocks, "size")
-        places = integers(blocks, "address", -1)
-        if (places < 0).any():
-            places = address + np.cumsum(sizes) - sizes
-        requested = integers(blocks, "requested_size", -1)
-        columns = (
-            np.full(len(blocks) + 1, device),
-            np.full(len(blocks) + 1, address),
-            np.append(address, places),
-            np.append(size, sizes),
-            np.append(_integer(segment, "requested_size"), np.where(requested < 0, sizes, requested)),
-            np.append(SEGMENT, np.where(np.array(states, dtype=np.int64) < 0, INACTIVE, states)),
-            np.full(len(blocks) + 1, stream),
-            np.array([stacks.number(segment.get("frames")), *(stacks.number(_frames(b)) for b in blocks)]),
-            np.full(len(blocks) + 1, pool),
-        )
-        parts.append(columns)
-    joined = [np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True)] if parts else []
-    device, segment_, address_, size_, requested_, state, stream_, stack, pool_ = (
-        joined or [np.zeros(0, dtype=np.int64)] * 9
+        following = address
+        for block in listed if type(listed) is list else ():
+            if type(block) is not dict:
+                odd += 1
+                continue
+            name = block.get("state")
+            state = _STATES.get(name) if type(name) is str else None
+            odd += state is None
+            size = _integer(block, "size")
+            place = _integer(block, "address", following)
+            asked = _integer(block, "requested_size", size)
+            number = stacks.number(_frames(block))
+            known = INACTIVE if state is None else state
+            rows.append((device, address, place, size, asked, known, stream, number, pool))
+            following = place + size
+    device_, segment_, place_, size_, asked_, state_, stream_, stack_, pool_ = (
+        np.array(rows, dtype=np.int64).reshape(-1, 9).T
     )
     return Held(
-        device,
+        device_,
         segment_,
-        address_,
+        place_,
         size_,
-        requested_,
-        state,
+        asked_,
+        state_,
         stream_,
-        stack,
+        stack_,
         pool_,
         tuple(pools),
         expandable,
@@ -128,9 +106,10 @@ def read_segments(segments: Sequence[dict[str, Any]], stacks: Stacks) -> Held:
     )
 
 
-def _integer(row: dict[str, Any], key: str) -> int:
-    value = row.get(key, 0)
-    return value if type(value) is int and abs(value) < _LARGEST else 0
+def _integer(row: dict[str, Any], key: str, default: int = 0) -> int:
+    """A field of a row; ``default`` where it is absent or no integer of 62 bits."""
+    value = row.get(key, default)
+    return value if type(value) is int and abs(value) < _LARGEST else default
 
 
 def _frames(block: dict[str, Any]) -> Any:
@@ -150,6 +129,6 @@ def _pool(segment: dict[str, Any]) -> str:
     if segment.get("is_expandable") is True:
         words.append("expandable")
     pool = segment.get("segment_pool_id")
-    if type(pool) in (tuple, list) and any(pool) and all(type(part) is int for part in pool):
+    if isinstance(pool, (tuple, list)) and any(pool) and all(type(part) is int for part in pool):
         words.append("private " + ".".join(str(part) for part in pool[:2]))
     return " ".join(words)

@@ -146,7 +146,7 @@ def _numbers(data: bytes, kind: type, columns: int) -> Array | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # what is no number is a warning to numpy
-            numbers = np.fromstring(plain, dtype=kind, sep=",")
+            numbers: Array = np.fromstring(plain, dtype=kind, sep=",")
     except (ValueError, DeprecationWarning):
         return None
     if len(numbers) % columns or rows not in (None, len(numbers) // columns):
