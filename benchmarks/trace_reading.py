@@ -1,9 +1,15 @@
 """How fast Trine reads and analyses Kineto traces, beside HolisticTraceAnalysis and Python's own json.
 
-    python benchmarks/trace_reading.py --hta-python hta/bin/python
+    python benchmarks/trace_reading.py                                  two ranks, as a user's script analyses them
+    python benchmarks/trace_reading.py --single                         50 MB: the whole command beside json.load
+    python benchmarks/trace_reading.py --large                          500 MB, 2 million events, one core
+    python benchmarks/trace_reading.py --hta-python hta/bin/python      beside HolisticTraceAnalysis
 
 where ``hta`` is an environment of its own (``python -m venv hta; hta/bin/pip install HolisticTraceAnalysis==0.5.0``).
 Without ``--hta-python`` Trine is measured beside ``json.load`` alone.
+
+``--single`` times ``trine analyze --format json FILE``, process start and writing included, beside a cold Python that
+does ``json.load`` of the same file. ``--large`` runs the command on one core and reports time and peak memory.
 
 Each tool runs in a cold process, the same ranks, the same questions: load, temporal breakdown, kernel
 breakdown, idle breakdown, overlap. The traces are made by repeating one trace with shifted times until each
@@ -18,6 +24,7 @@ import gzip
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -48,6 +55,12 @@ analysis.get_idle_time_breakdown(ranks=list(range(int(sys.argv[2]))), visualize=
 analysis.get_comm_comp_overlap(visualize=False)
 """
 
+ONE_FILE = """
+import json, sys
+with open(sys.argv[1]) as file:
+    json.load(file)
+"""
+
 JSON = """
 import json, pathlib, sys
 for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
@@ -69,6 +82,12 @@ def main() -> int:
     """Make traces, measure, print the table. Returns the exit code."""
     arguments = parse()
     source = source_trace(arguments.trace)
+    if arguments.single or arguments.large:
+        if arguments.single:
+            measure_command(source, SINGLE, arguments.repeats)
+        if arguments.large:
+            measure_command(source, LARGE, 1)
+        return 0
     with tempfile.TemporaryDirectory(prefix="trine-benchmark-") as name:
         folder = Path(name)
         events = [
@@ -105,7 +124,79 @@ def parse() -> argparse.Namespace:
         help="events of each rank at least; below, start-up weighs more than reading",
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--single",
+        action="store_true",
+        help="measure the command on one file of 50 MB beside json.load of it",
+    )
+    parser.add_argument(
+        "--large", action="store_true", help="measure the command on 500 MB and 2 million events, on one core"
+    )
     return parser.parse_args()
+
+
+# --- the command -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A trace to make: at least so many bytes and events, and what the command may take of it.
+
+    ``ratio`` is of ``json.load``'s time; ``seconds`` and ``peak_bytes`` are absolute.
+    """
+
+    bytes: int
+    events: int
+    ratio: float | None = None
+    seconds: float | None = None
+    peak_bytes: int | None = None
+
+
+SINGLE = Size(50_000_000, 216_000, ratio=1.5)
+LARGE = Size(500_000_000, 2_000_000, seconds=15.0, peak_bytes=1_500_000_000)
+
+
+def measure_command(source: dict[str, Any], size: Size, repeats: int) -> None:
+    """Print what ``trine analyze --format json`` takes for one file, beside ``json.load`` in turn."""
+    with tempfile.TemporaryDirectory(prefix="trine-benchmark-") as name:
+        path = Path(name) / "rank0.json"
+        events = write_rank(source, path, 0, 1, size.events)
+        while path.stat().st_size < size.bytes:
+            events = write_rank(source, path, 0, 1, int(events * 1.02 * size.bytes / path.stat().st_size))
+        print(f"one file, {events:,} events, {path.stat().st_size / 1e6:.0f} MB of JSON, one core")
+        command = [sys.executable, "-m", "trine", "analyze", "--format", "json", str(path)]
+        runs: dict[str, list[Measured]] = {"trine": [], "json.load": []}
+        for _ in range(repeats):
+            runs["trine"].append(measure(one_core(command)))
+            runs["json.load"].append(measure(one_core([sys.executable, "-c", ONE_FILE, str(path)])))
+    found = {tool: median(measured) for tool, measured in runs.items()}
+    for tool, each in found.items():
+        print(
+            f"{tool:12}{each.wall_s:>8.2f} s on the clock{each.cpu_s:>8.2f} s of the processor"
+            f"{each.peak_bytes / 1e6:>8.0f} MB at its peak"
+        )
+    ratio = found["trine"].cpu_s / found["json.load"].cpu_s
+    goals = [f"{ratio:.2f} times json.load" + (f" (goal {size.ratio})" if size.ratio else "")]
+    if size.seconds:
+        goals.append(f"{found['trine'].cpu_s:.1f} s (goal {size.seconds:.0f})")
+    if size.peak_bytes:
+        goals.append(f"{found['trine'].peak_bytes / 1e6:.0f} MB (goal {size.peak_bytes / 1e6:.0f})")
+    print("trine analyze --format json takes " + ", ".join(goals))
+
+
+def one_core(command: list[str]) -> list[str]:
+    """The command bound to one core, where the system can."""
+    taskset = shutil.which("taskset")
+    return [taskset, "-c", str(min(os.sched_getaffinity(0))), *command] if taskset else command
+
+
+def median(runs: list[Measured]) -> Measured:
+    """The median of each figure."""
+    return Measured(
+        statistics.median(run.wall_s for run in runs),
+        statistics.median(run.cpu_s for run in runs),
+        int(statistics.median(run.peak_bytes for run in runs)),
+    )
 
 
 # --- traces ----------------------------------------------------------------------------------------
@@ -219,14 +310,7 @@ def measure_all(arguments: argparse.Namespace, folder: Path) -> dict[str, Measur
     for _ in range(arguments.repeats):
         for name, command in commands.items():
             runs[name].append(measure(command))
-    return {
-        name: Measured(
-            statistics.median(run.wall_s for run in found),
-            statistics.median(run.cpu_s for run in found),
-            int(statistics.median(run.peak_bytes for run in found)),
-        )
-        for name, found in runs.items()
-    }
+    return {name: median(found) for name, found in runs.items()}
 
 
 def measure(command: list[str]) -> Measured:
