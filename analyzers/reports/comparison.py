@@ -143,7 +143,7 @@ def _table_lines(table: Table) -> list[str]:
 
 
 def _cause_lines(comparison: Comparison) -> list[str]:
-    causes = [cause for cause in comparison.causes if cause.kind not in _IN_CHANGES or cause.kind == "idle"]
+    causes = [cause for cause in comparison.causes if cause.kind not in _IN_CHANGES]
     if not causes:
         return []
     old, new = (shorten(label, 14) for label in _labels(comparison))

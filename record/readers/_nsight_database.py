@@ -122,10 +122,9 @@ class Database:
         picked = ", ".join(quoted(name) if name in known else "NULL" for name in columns)
         return self._all(table, f"SELECT {picked} FROM {quoted(table)} {where} LIMIT {limit}")
 
-    def count(self, table: str) -> int:
-        """Rows of a table, 0 where it is absent or damaged."""
-        found = self._all(table, f"SELECT COUNT(*) FROM {quoted(table)}") if table in self.tables else []
-        return int(found[0][0]) if found else 0
+    def holds_rows(self, table: str) -> bool:
+        """Whether a table has any row."""
+        return table in self.tables and bool(self._all(table, f"SELECT 1 FROM {quoted(table)} LIMIT 1"))
 
     def ask(self, table: str, query: str, values: Sequence[Any] = ()) -> list[Any]:
         """All rows of a query about a table; fewer where the table is damaged."""

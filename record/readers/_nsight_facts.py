@@ -119,11 +119,7 @@ def say_what_was_odd(
     _say_what_was_broken(rank, database, work.broken + calls.broken, ranges.unfinished)
     _say_launches(rank)
     _say_diagnostics(rank, database)
-    unused = [
-        f"{what} ({table})"
-        for table, what in _UNUSED.items()
-        if table in database.tables and database.count(table)
-    ]
+    unused = [f"{what} ({table})" for table, what in _UNUSED.items() if database.holds_rows(table)]
     if unused:
         rank.note("nsight-not-used", "info", f"the export also holds what is not used: {', '.join(unused)}")
     if work.graphs:

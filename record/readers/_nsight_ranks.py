@@ -177,7 +177,7 @@ def _host_places(database: Database) -> list[Place]:
             if rows:
                 most = rows[0][1]
                 return [Place(process, None) for process, count in sorted(rows) if count >= most * 0.1]
-        if database.has(table, "start") and database.count(table):
+        if database.has(table, "start") and database.holds_rows(table):
             return [Place(None, None)]
     return []
 
