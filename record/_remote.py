@@ -97,6 +97,7 @@ def fetch(url: str, workspace: Workspace) -> Fetched:
 def _open(url: str) -> tuple[Any, str]:
     """The file system of a URL and the place in it."""
     try:
+        import_module("fsspec")
         core = import_module("fsspec.core")
     except ImportError:
         raise UsageError(
