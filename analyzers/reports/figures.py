@@ -6,13 +6,13 @@ escaped here. Each figure carries its numbers as tooltips; its table stands unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from trine.analyzers.units import duration
 
 from ._cells import axis_words, printer
-from .document import Areas, Bars, Heat, Lanes, Series
+from .document import Areas, Bars, Heat, Lanes, Series, shorten
 from .lanes import extent, without_slivers
 
 __all__ = ["areas", "bars", "glyph", "heat", "lanes", "series"]
@@ -22,6 +22,9 @@ Point = tuple[float, float, float]
 #: Drawing width in user units; the page scales it.
 WIDTH = 960
 LABEL = 90
+#: The most that labels of rows may take, and a line of a legend.
+MOST_LABEL = 230
+LEGEND_LINE = 18
 #: Shades of one side's colour, for parts that share it (forward, backward).
 SHADES = (1.0, 0.62, 0.38)
 #: Lines whose names are written beside them.
@@ -30,9 +33,9 @@ MOST_NAMED_LINES = 3
 MOST_SLIVER = 0.6
 
 
-def _svg(width: float, height: float, body: str, title: str, kind: str) -> str:
+def _svg(width: float, height: float, body: str, title: str, kind: str, above: int = 0) -> str:
     return (
-        f'<svg class="{kind}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">'
+        f'<svg class="{kind}" viewBox="0 {-above} {width:g} {height + above:g}" role="img" aria-label="{escape(title)}">'
         f"<title>{escape(title)}</title>{body}</svg>"
     )
 
@@ -53,13 +56,14 @@ def bars(figure: Bars) -> str:
     keys, side = list(figure.legend), figure.side
     longest = max((sum(values.values()) for _, values in figure.rows), default=0.0) or 1.0
     row_height = 22 if len(figure.rows) <= 24 else 12
-    room = WIDTH - LABEL
-    body = [_legend(figure.legend, side)]
+    left = _room_for(label for label, _ in figure.rows)
+    legend, above = _legend(figure.legend, side, left)
+    body = [legend]
     for number, (label, values) in enumerate(figure.rows):
-        y, x = 30 + number * row_height, float(LABEL)
-        body.append(_text(LABEL - 8, y + row_height * 0.68, label, "label", "end"))
+        y, x = 30 + number * row_height, float(left)
+        body.append(_row_label(label, left - 8, y + row_height * 0.68))
         for key in keys:
-            width = max(values.get(key, 0.0), 0.0) / longest * room
+            width = max(values.get(key, 0.0), 0.0) / longest * (WIDTH - left)
             if width <= 0:
                 continue
             tip = f"{label}: {figure.legend[key]} {printer(figure.unit)(values[key])}"
@@ -68,19 +72,42 @@ def bars(figure: Bars) -> str:
                 f'fill-opacity="{_shade(keys, side, key):g}"><title>{escape(tip)}</title></rect>'
             )
             x += width
-    return _svg(WIDTH, 34 + len(figure.rows) * row_height, "".join(body), figure.title, "bars")
+    return _svg(WIDTH, 34 + len(figure.rows) * row_height, "".join(body), figure.title, "bars", above)
 
 
-def _legend(legend: Mapping[str, str], side: Mapping[str, str]) -> str:
-    keys, x, parts = list(legend), float(LABEL), []
+def _room_for(labels: Iterable[str]) -> int:
+    """Room for the labels of rows, in user units."""
+    return min(max([LABEL, *(16 + 7 * len(label) for label in labels)]), MOST_LABEL)
+
+
+def _row_label(label: str, x: float, y: float) -> str:
+    shown = shorten(label, (MOST_LABEL - 16) // 7)
+    text = _text(x, y, shown, "label", "end")
+    return text if shown == label else f"<g>{text}<title>{escape(label)}</title></g>"
+
+
+def _legend(legend: Mapping[str, str], side: Mapping[str, str], left: float = LABEL) -> tuple[str, int]:
+    """The legend, and how far it reaches above the figure's usual head where it takes several lines."""
+    keys, x = list(legend), float(left)
+    lines: list[list[tuple[float, str]]] = [[]]
     for key in keys:
-        parts.append(
-            f'<rect x="{x:.1f}" y="6" width="12" height="12" class="side-{side[key]}" '
-            f'fill-opacity="{_shade(keys, side, key):g}"/>'
-        )
-        parts.append(_text(x + 17, 16, legend[key], "label"))
-        x += 34 + 7.2 * len(legend[key])
-    return "".join(parts)
+        width = 34 + 7.2 * len(legend[key])
+        if x + width > WIDTH and lines[-1]:
+            lines.append([])
+            x = float(left)
+        lines[-1].append((x, key))
+        x += width
+    above = LEGEND_LINE * (len(lines) - 1)
+    parts = []
+    for number, line in enumerate(lines):
+        y = 6 - above + LEGEND_LINE * number
+        for place, key in line:
+            parts.append(
+                f'<rect x="{place:.1f}" y="{y}" width="12" height="12" class="side-{side[key]}" '
+                f'fill-opacity="{_shade(keys, side, key):g}"/>'
+            )
+            parts.append(_text(place + 17, y + 10, legend[key], "label"))
+    return "".join(parts), above
 
 
 def series(figure: Series) -> str:
@@ -128,19 +155,21 @@ def _line_names(
 def lanes(figure: Lanes) -> str:
     """Spans on one time axis, a row a lane; each span's words and length are its tooltip."""
     keys, side, whole = list(figure.legend), figure.side, extent(figure)
-    across = (WIDTH - LABEL - 4) / whole
+    left = _room_for(label for label, _ in figure.rows)
+    across = (WIDTH - left - 4) / whole
     row_height = 24 if len(figure.rows) <= 24 else 12
     bottom = 30 + len(figure.rows) * row_height
-    body = [_legend(figure.legend, side)]
+    legend, above = _legend(figure.legend, side, left)
+    body = [legend]
     for number, (label, spans) in enumerate(figure.rows):
         y = 30 + number * row_height
         if row_height >= 20 or number % 4 == 0:
-            body.append(_text(LABEL - 8, y + row_height * 0.66, label, "label", "end"))
+            body.append(_row_label(label, left - 8, y + row_height * 0.66))
         body.append(
-            f'<line x1="{LABEL}" x2="{WIDTH - 4}" y1="{y + row_height / 2 - 2:g}" y2="{y + row_height / 2 - 2:g}" class="grid"/>'
+            f'<line x1="{left}" x2="{WIDTH - 4}" y1="{y + row_height / 2 - 2:g}" y2="{y + row_height / 2 - 2:g}" class="grid"/>'
         )
         for start, end, key, words in without_slivers(spans, MOST_SLIVER / across):
-            x, width = LABEL + start * across, max((end - start) * across, MOST_SLIVER)
+            x, width = left + start * across, max((end - start) * across, MOST_SLIVER)
             said = f"{label}: {' '.join(part for part in (figure.legend[key], words) if part)}"
             tip = f"{said}, {duration(end - start)} at {duration(start)}"
             body.append(
@@ -150,9 +179,9 @@ def lanes(figure: Lanes) -> str:
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
         anchor = "end" if part == 1.0 else "middle" if part else "start"
         body.append(
-            _text(LABEL + part * (WIDTH - LABEL - 4), bottom + 14, duration(part * whole), "label", anchor)
+            _text(left + part * (WIDTH - left - 4), bottom + 14, duration(part * whole), "label", anchor)
         )
-    return _svg(WIDTH, bottom + 20, "".join(body), figure.title, "lanes")
+    return _svg(WIDTH, bottom + 20, "".join(body), figure.title, "lanes", above)
 
 
 def areas(figure: Areas) -> str:
@@ -163,9 +192,10 @@ def areas(figure: Areas) -> str:
     side = {str(number): role for number, (_, role, _) in enumerate(figure.layers)}
     total = [sum(values) for values in zip(*(values for _, _, values in figure.layers), strict=True)]
     high = max(total, default=0.0) or 1.0
-    body = [_legend(legend, side)]
+    drawn, over = _legend(legend, side)
+    body = [drawn]
     if not total:
-        return _svg(WIDTH, top, "".join(body), figure.title, "areas")
+        return _svg(WIDTH, top, "".join(body), figure.title, "areas", over)
     across, down = (WIDTH - left - 10) / ((x[-1] - x[0]) or 1.0), (bottom - top) / (high * 1.03)
     for part in (0.0, 0.5, 1.0):
         y = bottom - high * part * down
@@ -185,7 +215,7 @@ def areas(figure: Areas) -> str:
         below = above
     body.append(_text(left, height - 14, axis_words(figure.axis, x[0]), "label"))
     body.append(_text(WIDTH - 10, height - 14, axis_words(figure.axis, x[-1]), "label", "end"))
-    return _svg(WIDTH, height, "".join(body), figure.title, "areas")
+    return _svg(WIDTH, height, "".join(body), figure.title, "areas", over)
 
 
 def heat(figure: Heat) -> str:

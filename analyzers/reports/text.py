@@ -59,7 +59,7 @@ COLOURS = {
     "weight": "#D6C400",
 }
 #: Parts of a bar in order; each has its own texture, so colour is not needed.
-TEXTURES = ("█", "▓", "▒", "░", "■", "▪", "·")
+TEXTURES = ("█", "▓", "▒", "░", "■", "▪", "·", "◆", "●", "◇", "○", "▲", "△")
 _MOST_LABEL = 20
 _LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -185,14 +185,24 @@ class _Writer:
         if card.numerics:
             self.wrapped(self.text["numerics"].format(text=card.numerics), 9, "dim")
 
+    def legend(self, marks: Sequence[tuple[str, str, str]]) -> None:
+        """(mark, colour, label) each, in as many lines as it takes."""
+        parts: list[str | tuple[str, str]] = []
+        used = 0
+        for mark, colour, label in marks:
+            room = cell_len(label) + 4
+            if used and used + room - 2 > self.width:
+                self.line(*parts)
+                parts, used = [], 0
+            parts += [(mark, colour), f" {label}  "]
+            used += room
+        self.line(*parts)
+
     def bars(self, bars: Bars) -> None:
         self.line((bars.title, "underline"))
         keys = list(bars.legend)
-        textures = dict(zip(keys, TEXTURES, strict=False))
-        legend: list[str | tuple[str, str]] = []
-        for key in keys:
-            legend += [(f"{textures[key]} ", COLOURS[bars.side[key]]), bars.legend[key] + "  "]
-        self.line(*legend)
+        textures = dict(zip(keys, itertools.cycle(TEXTURES), strict=False))
+        self.legend([(textures[key], COLOURS[bars.side[key]], bars.legend[key]) for key in keys])
         room = self.width - (lead := _lead(label for label, _ in bars.rows))
         # One scale for all rows: a shorter bar is a shorter time.
         longest = max((sum(values.values()) for _, values in bars.rows), default=0) or 1
@@ -217,10 +227,7 @@ class _Writer:
         """A capital where a span begins, small letters where it goes on, dots where nothing runs."""
         self.line((lanes.title, "underline"))
         keys, letter = list(lanes.legend), letters(lanes.legend)
-        legend: list[str | tuple[str, str]] = []
-        for key in keys:
-            legend += [(letter[key], COLOURS[lanes.side[key]]), f" {lanes.legend[key]}  "]
-        self.line(*legend)
+        self.legend([(letter[key], COLOURS[lanes.side[key]], lanes.legend[key]) for key in keys])
         lead = _lead(label for label, _ in lanes.rows)
         whole, room = extent(lanes), self.width - lead
         for label, spans in lanes.rows[:MOST_LANES]:

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from trine.analyzers.diagnose import diagnose
 from trine.analyzers.reports import figures, html, markdown, text
 from trine.analyzers.reports.lanes import letters, row_of_cells, without_slivers
-from trine.analyzers.reports.document import Areas, Block, Column, Lanes, Section, Table
+from trine.analyzers.reports.document import Areas, Bars, Block, Column, Lanes, Section, Table
 from trine.analyzers.results import Analysis
 
 NUMBERS = Table((Column("stage"), Column("bubble", "right")), (("0", "30 %"), ("1", "33 %")))
@@ -141,3 +141,23 @@ def test_joined_slivers_lose_no_long_span_and_no_time(found, least: float) -> No
         assert before <= after
     if least == 0:
         assert kept == sorted(found)
+
+
+def test_long_legends_and_labels_stay_inside(with_block) -> None:
+    parts = {f"k{n}": f"a part with a long name {n}" for n in range(9)}
+    rows = (("a label that is long too", dict.fromkeys(parts, 1.0)), ("x" * 80, dict.fromkeys(parts, 2.0)))
+    block = Bars("Long", parts, dict.fromkeys(parts, "idle"), rows, NUMBERS)
+    lines = text.render(with_block(block)).splitlines()
+    assert all(any(label in line for line in lines) for label in parts.values())
+    assert max(map(cell_len, lines)) <= 100
+    drawn = figures.bars(block)
+    width, top = 960, int(re.search(r'viewBox="0 (-?\d+) 960', drawn)[1])  # type: ignore[index]
+    placed = re.findall(r'<text x="([\d.]+)" y="([-\d.]+)" text-anchor="start" class="label">([^<]+)<', drawn)
+    assert len(placed) == 9
+    for x, y, label in placed:
+        assert float(x) + 7 * len(label) <= width + 40 and float(y) >= top
+    for x, label in re.findall(
+        r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end" class="label">([^<]+)<', drawn
+    ):
+        assert float(x) - 6.6 * len(label) >= 0, label
+    assert "<title>" + "x" * 80 in drawn, "a label that is cut has a tooltip"
