@@ -153,7 +153,7 @@ def _pieces(
         index[row] = counts[key] = counts.get(key, -1) + 1
     # A piece begins with what it works on: what ran before that had arrived is something else.
     limits = [
-        _arrived(arrivals, int(of), after if one == _BACKWARD else before, number)
+        _arrived(arrivals, int(of), after if one == _BACKWARD else before, int(number))
         for of, one, number in zip(steps, direction, index, strict=True)
     ]
     limit = np.repeat(limits, np.diff(np.append(first, len(order))))

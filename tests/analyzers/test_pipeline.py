@@ -215,6 +215,23 @@ def test_a_large_bubble_is_an_opportunity_and_a_small_one_is_none() -> None:
     assert not findings(small) and "pipeline-bubble" in {item.id for item in small.not_bound_by}
 
 
+def test_a_bubble_beyond_the_schedules_own_is_told_as_such() -> None:
+    """Each micro-batch takes 3 ms more to arrive than it takes to compute."""
+
+    def slow_links(action: Action) -> int:
+        return LENGTHS[action[0]] + 3 * MS
+
+    ranks = pipeline(one_by_one, 3, 24, length=slow_links)
+    for rank in ranks:
+        assert rank.microbatches is not None
+        rank.microbatches.columns["start_ns"] = rank.microbatches["start_ns"] + 3 * MS
+    analysis = analysed(ranks)
+    (finding,) = (one for one in analysis.findings if one.id == "pipeline-bubble")
+    assert "where 1F1B itself leaves 7.7 %" in finding.title
+    assert finding.evidence["beyond_the_ideal_share"] > 0.4
+    assert not findings(analysed(pipeline(one_by_one, 3, 24)))
+
+
 def test_a_clock_that_is_wrong_is_corrected_and_said() -> None:
     right = studied(pipeline(one_by_one, 4, 8))
     analysis = analysed(pipeline(one_by_one, 4, 8, offsets={2: -20 * MS, 3: -20 * MS}))
