@@ -36,6 +36,8 @@ _SIDES = {
 }
 #: Of the losses, those that are drawn by themselves; the others are one part, so that a bar can be read.
 _MOST_PARTS = 5
+#: Of the losses, as many are listed in any form: they are few, and a checkpoint may be the last of them.
+_LEAST_ROWS = 8
 
 
 def section(result: Goodput, analysis: Analysis, most_rows: int) -> Section | None:
@@ -51,7 +53,8 @@ def section(result: Goodput, analysis: Analysis, most_rows: int) -> Section | No
         (_WORDS[cause], share(losses[cause], result.wall_ns), _about(cause, result)) for cause in ordered
     )
     table = Table(
-        (left("not training"), *right("time"), left("what is known of it", flexible=True)), cells[:most_rows]
+        (left("not training"), *right("time"), left("what is known of it", flexible=True)),
+        cells[: max(most_rows, _LEAST_ROWS)],
     )
     drawn = ordered[:_MOST_PARTS]
     keys = ("productive", *drawn, *(("rest",) if len(ordered) > len(drawn) else ()))
