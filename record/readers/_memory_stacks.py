@@ -30,6 +30,7 @@ _TORCH = re.compile(
     r"|torchinductor_"
 )
 _STANDARD = re.compile(r"^<frozen |/lib/python3[^/]*/(?!(?:site|dist)-packages)")
+_OVERLOAD = re.compile(r"_[A-Z]\w*$|_out$")
 _OPERATOR = re.compile(r"\bat::_ops::(\w+)::(?:call|redispatch)")
 _NODE = re.compile(
     r"\b(?:torch::autograd::(?:generated::)?)(\w+(?:Backward\d*|AccumulateGrad|CopyBackwards))\b|\b(AccumulateGrad)::"
@@ -61,7 +62,8 @@ class _Frame:
         short = "/".join(place.split("/")[-2:])
         self.text = f"{short[-120:]}:{line} {name}"[:_MOST_CHARACTERS] if self.python else ""
         operator, node = (None, None) if self.python else (_OPERATOR.search(name), _NODE.search(name))
-        self.operator = operator[1] if operator else None
+        # ``mul_Tensor`` is mul's overload Tensor.
+        self.operator = "aten::" + _OVERLOAD.sub("", operator[1]) if operator else None
         self.node = (node[1] or node[2]) if node else None
         self.forward_of = self.torch and name == "_call_impl" and place.endswith("nn/modules/module.py")
         self.traits = _traits_of_python(place, name, self) if self.python else _traits_of_native(name)
