@@ -60,11 +60,16 @@ class _Call:
 
 
 def collectives_of(
-    device: Table | None, host: Table | None, payloads: dict[int, NcclPayload], members: GroupRanks
+    device: Table | None,
+    host: Table | None,
+    payloads: dict[int, NcclPayload],
+    members: GroupRanks,
+    sharing: int = 1,
 ) -> tuple[Table | None, tuple[Group, ...]]:
     """The collectives of a rank, one a communication kernel, and the groups that NCCL named.
 
-    ``payloads`` is host row → payload. Sends and receives without their peer stay so: NCCL counts ranks within the
+    ``payloads`` is host row → payload; ``sharing`` the devices whose ranks share the host rows: their thread calls
+    NCCL for each of them in one group. Sends and receives without their peer stay so: NCCL counts ranks within the
     communicator, and ``members`` may not know it.
     """
     if device is None:
@@ -73,7 +78,7 @@ def collectives_of(
     if not len(rows):
         return None, ()
     around = _Around(host, payloads) if host is not None else None
-    found = [_row(row, device, host, around, members) for row in rows.tolist()]
+    found = [_row(row, device, host, around, members, sharing) for row in rows.tolist()]
     _name_by_stream(found, device)
     columns = {name: [one[name] for one in found] for name in found[0]}
     for name in ("operation", "group", "state"):
@@ -108,11 +113,13 @@ def _group_name(communicator: int) -> str:
 
 
 def _row(
-    row: int, device: Table, host: Table | None, around: _Around | None, members: GroupRanks
+    row: int, device: Table, host: Table | None, around: _Around | None, members: GroupRanks, sharing: int
 ) -> dict[str, Any]:
     launch = int(device["launch"][row])
     name = device.strings.text(int(device["name"][row])) or ""
     calls = around.calls(launch) if around is not None and launch >= 0 else []
+    if sharing > 1 and len(calls) % sharing == 0:
+        calls = calls[: len(calls) // sharing]
     operation, payload = _said(calls)
     own = operation_of(name)
     if operation is None or (own not in (None, "send_recv", operation) and operation != "all_to_all"):

@@ -15,7 +15,9 @@ from ._nsight_work import Work
 
 __all__ = ["describe", "say_what_was_odd", "zero_ns"]
 
-_GPU, _CAPTURE = "TARGET_INFO_GPU", "META_DATA_CAPTURE"
+#: Where versions keep the devices, and what they call their memory.
+_GPUS = ("TARGET_INFO_GPU", "TARGET_INFO_CUDA_GPU")
+_MEMORY_COLUMNS = ("totalMemory", "globalMemory", "memorySize")
 _EXPORT_TABLES = ("META_DATA_EXPORT", "EXPORT_META_DATA")
 #: Schemas that this reader was written against; others are read all the same, and said.
 _OLDEST, _NEWEST = (2, 9), (3, 25)
@@ -90,12 +92,11 @@ def _schema(text: str | None) -> tuple[int, int] | None:
 
 
 def _devices(database: Database, place: Place) -> tuple[DeviceInfo, ...]:
-    memory = next(
-        (name for name in ("totalMemory", "globalMemory", "memorySize") if database.has(_GPU, name)), ""
-    )
-    number = "cuDevice" if database.has(_GPU, "cuDevice") else "id"
+    table = next((name for name in _GPUS if database.has(name, "name")), _GPUS[0])
+    memory = next((name for name in _MEMORY_COLUMNS if database.has(table, name)), "")
+    number = "cuDevice" if database.has(table, "cuDevice") else "id"
     found = []
-    rows = database.rows(_GPU, (number, "name", memory, "smCount"))
+    rows = database.rows(table, (number, "name", memory, "smCount"))
     for position, (index, name, size, processors) in enumerate(rows):
         if isinstance(name, str) and name:
             own = index if isinstance(index, int) and 0 <= index < 1 << 20 else position

@@ -23,6 +23,7 @@ __all__ = [
     "Communicators",
     "FoundExport",
     "Place",
+    "devices_of",
     "explore",
     "known_tables",
     "owner_of_device",
@@ -261,6 +262,16 @@ def _by_process(work: Mapping[tuple[int | None, int | None], int], notes: list[Q
             place.process or 0,
         ),
     )
+
+
+def devices_of(database: Database, place: Place) -> int:
+    """How many devices share the host rows of a rank: all that its process drives, where each is a rank."""
+    table = _DEVICE_TABLES[0]
+    if place.process is None or place.device is None or not database.has(table, "globalPid", "deviceId"):
+        return 1
+    query = f"SELECT COUNT(DISTINCT deviceId) FROM {table} WHERE globalPid = ?"
+    found = database.ask(table, query, (place.process,))
+    return max(int(found[0][0]), 1) if found else 1
 
 
 def _pid(process: int) -> int:

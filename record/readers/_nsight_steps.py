@@ -24,17 +24,21 @@ Array = npt.NDArray[Any]
 _ANNOTATION = HOST_KINDS.index("annotation")
 _OPERATOR = HOST_KINDS.index("operator")
 
-_STEP = re.compile(
-    r"(?<![a-z])(?:profiler|train(?:ing|er)?|global|main)?[\s_.:#-]*(?:step|iteration|iter|batch)s?(?![a-z])",
-    re.IGNORECASE,
+_WORD = (
+    r"(?<![a-z])(?:profiler|train(?:ing|er)?|global|main)?[\s_.:#-]*(?:step|iteration|iter|batch)s?(?![a-z])"
 )
-_NUMBER = re.compile(r"(?<![\d.])(\d{1,9})(?![\d.])")
-#: A part of a step, or many steps together.
+_STEP = re.compile(_WORD, re.IGNORECASE)
+#: ``step 12``, ``Step [12/100]``, ``epoch 1, batch=12``: the number right behind the word.
+_NUMBERED = re.compile(_WORD + r"[\s_.:#=\[(-]*(\d{1,9})(?!\d)", re.IGNORECASE)
+#: A part of a step.
 _NO_STEP = re.compile(
-    r"optim|zero_grad|scaler|sched|micro|forward|backward|load|fetch|next|val(?:id|_|\b)|eval|test|epoch|sub|layer|log|"
-    r"checkpoint|save|warm|norm|clip|wait|sync|copy|callback|on_|::|\(",
+    r"optim|zero_grad|scaler|sched|micro|forward|backward|load|fetch|next|val(?:id|_|\b)|eval|test|sub|layer|log|"
+    r"checkpoint|save|warm|norm|clip|wait|sync|copy|callback|on_|to_|get|generator|prep|collat|hook|metric|reduce|"
+    r"send|recv|transfer|stage|::",
     re.IGNORECASE,
 )
+#: Many steps together, where no step's number stands in the name.
+_MANY = re.compile(r"epoch|\(|fit|loop", re.IGNORECASE)
 #: Fewer marks than this are no regular repetition.
 _FEWEST = 2
 #: Numbered marks may cover little of a capture that began long before; counted ones must cover much of it.
@@ -82,10 +86,11 @@ def _candidates(strings: Strings) -> dict[int, tuple[str, int | None]]:
     for code, text in enumerate(strings.values):
         if len(text) > 80 or not _STEP.search(text) or _NO_STEP.search(_STEP.sub("", text)):
             continue
-        numbers = _NUMBER.findall(text) or re.findall(r"(\d{1,9})$", text)
-        if len(numbers) <= 1:
-            number = int(numbers[0]) if numbers else None
-            found[code] = (re.sub(r"\d+", "", text).strip(" _#:-.=["), number)
+        numbered = _NUMBERED.search(text)
+        if numbered is None and (_MANY.search(text) or re.search(r"\d", text)):
+            continue
+        plain = " ".join(re.sub(r"[\d\[\]/]+", " ", text).split()).strip(" _#:-.=,")
+        found[code] = (plain, int(numbered[1]) if numbered else None)
     return found
 
 

@@ -23,7 +23,14 @@ from ._nsight_facts import describe, say_what_was_odd, zero_ns
 from ._nsight_nesting import enclosing_rows
 from ._nsight_payloads import NcclPayload, Payloads
 from ._nsight_ranges import Ranges, read_ranges
-from ._nsight_ranks import FoundExport, Place, explore, known_tables, read_communicators
+from ._nsight_ranks import (
+    FoundExport,
+    Place,
+    devices_of,
+    explore,
+    known_tables,
+    read_communicators,
+)
 from ._nsight_steps import steps_of_annotations
 from ._nsight_tables import Calls, Columns, read_calls, read_memory, read_metrics, read_waits
 from ._nsight_work import read_work
@@ -164,15 +171,26 @@ def _read(database: Database, place: Place, source: RankSource) -> Rank:
             begun = rank.host["start_ns"][np.maximum(launch, 0)]
             rank.device.columns["step"] = np.where(launch >= 0, step_of(begun, rank.steps), MISSING)
     members = _members(database, source.rank)
-    rank.collectives, rank.groups = collectives_of(rank.device, rank.host, payloads, members)
+    sharing = devices_of(database, place)
+    rank.collectives, rank.groups = collectives_of(rank.device, rank.host, payloads, members, sharing)
     waits = read_waits(database, place.process, strings)
     memory = read_memory(database, place.process, place.device, strings)
-    metrics = read_metrics(database, place.device, strings)
+    metrics = read_metrics(
+        database, place.device if place.device is not None else _main_device(rank), strings
+    )
     for name, columns in (("synchronizations", waits), ("memory", memory), ("samples", metrics)):
         if columns is not None:
             setattr(rank, name, _table(name, columns, strings, zero))
     say_what_was_odd(rank, database, place, work, calls, ranges)
     return rank
+
+
+def _main_device(rank: Rank) -> int | None:
+    """The device that most of a rank's work ran on."""
+    if rank.device is None or not len(rank.device):
+        return None
+    found, counts = np.unique(rank.device["device"], return_counts=True)
+    return int(found[counts.argmax()])
 
 
 def _table(name: str, columns: Columns, strings: Strings, zero: int) -> Table:

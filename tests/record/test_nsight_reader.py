@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nsight_exports import (
     COMMUNICATOR,
     GEMM,
@@ -14,6 +16,7 @@ from nsight_exports import (
     MATMUL,
     NEW_COLUMNS,
     REDUCE,
+    REDUCTION,
     SESSION_NS,
     STEP,
     Training,
@@ -26,6 +29,7 @@ import trine
 from trine.record.errors import UnreadableInput
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Job, Rank
 from trine.record.readers import nsight
+from trine.record.readers._nsight_nesting import enclosing_rows
 from trine.record.readers._nsight_ranges import operator_name
 from trine.record.readers._nsight_work import kernel_name
 
@@ -81,7 +85,11 @@ def test_steps_come_from_ranges_and_times_are_unix_time(tmp_path: Path) -> None:
         ("iteration{}", [10, 11, 12, 13]),
         ("train_step", [0, 1, 2, 3]),
         ("[pl][profile]run_training_batch", [0, 1, 2, 3]),
-        ("batch {} of 99", None),  # two numbers: which is it?
+        ("Step [{}/99]", [10, 11, 12, 13]),
+        ("epoch 1, batch {}", [10, 11, 12, 13]),
+        ("epoch {}", None),
+        ("1 batch of {}", None),
+        ("batch_to_device", None),
         ("optimizer_step {}", None),
         ("layer {}", None),
         ("forward step {}", None),
@@ -247,6 +255,24 @@ def test_one_process_with_two_devices_is_two_ranks(tmp_path: Path) -> None:
     assert job.rank_ids == (0, 1) and "drives 2 devices" in notes(job)["nsight-one-process"]
     assert [set(rank.device["device"]) for rank in job if rank.device is not None] == [{0}, {1}]
     assert "shared-host" in notes(job.rank(0))
+
+
+def test_one_thread_that_reduces_for_two_devices_counts_each_devices_bytes(tmp_path: Path) -> None:
+    path = build(tmp_path / "a.sqlite", Training(processes=1, devices_per_process=2, payloads=None))
+    tid, start = pid_of(0) + 1, 200_000_000
+    blob = payload(16777223, COMMUNICATOR, 4096, 0, form="<QQQ")
+    names = ("ncclGroupStart", "ncclAllReduce", "ncclAllReduce", "ncclGroupEnd")
+    ranges = [
+        {"start": start + 100 * k, "end": start + 100 * k + (50 if name != "ncclGroupEnd" else 9_000), "eventType": 59, "text": name, "globalTid": tid, "domainId": 1, "binaryData": blob if name == "ncclAllReduce" else None}
+        for k, name in enumerate(names)
+    ]  # fmt: skip
+    calls = [{"start": start + 1_000 * k, "end": start + 1_000 * k + 500, "globalTid": tid, "correlationId": 9_000 + k, "nameId": 1} for k in (1, 2)]  # fmt: skip
+    kernels = [{"start": start + 20_000, "end": start + 90_000, "deviceId": k - 1, "streamId": 15, "correlationId": 9_000 + k, "globalPid": pid_of(0), "demangledName": 2} for k in (1, 2)]  # fmt: skip
+    strings = [{"id": 1, "value": "cuLaunchKernelEx"}, {"id": 2, "value": REDUCTION}]
+    add_rows(path, {"NVTX_EVENTS": ranges, "CUPTI_ACTIVITY_KIND_RUNTIME": calls, "CUPTI_ACTIVITY_KIND_KERNEL": kernels, "StringIds": strings})  # fmt: skip
+    for rank in trine.load(path):
+        assert rank.collectives is not None
+        assert (rank.collectives.text("operation")[-1], rank.collectives["bytes"][-1]) == ("all_reduce", 4096)
 
 
 def test_a_kernel_on_anothers_device_makes_no_second_rank(tmp_path: Path) -> None:
@@ -459,6 +485,22 @@ def test_names_lose_what_the_demangler_and_torch_add() -> None:
     sized = "aten::mm, op_id = 3, sizes = [[2, 3], [3, 4]], input_op_ids = [(1,0)]"
     assert operator_name(sized) == ("aten::mm", MISSING, "[[2, 3], [3, 4]]", True)
     assert operator_name("a, b, seq = x") == ("a, b, seq = x", MISSING, None, False)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 20)), max_size=40))
+def test_the_enclosing_span_is_the_innermost_that_holds_all_of_it(spans: list[tuple[int, int, int]]) -> None:
+    """Against a slow reference: of the spans of the thread that began before, the last that is open long enough."""
+    spans = sorted(spans, key=lambda span: (span[1], -span[2]))
+    thread, start, length = (np.array([span[part] for span in spans], np.int64) for part in range(3))
+    end = start + length
+    found = enclosing_rows(thread, start, end).tolist()
+    for row, parent in enumerate(found):
+        held = [
+            other
+            for other in range(row)
+            if thread[other] == thread[row] and end[other] > start[row] and end[other] >= end[row]
+        ]
+        assert parent == (held[-1] if held else -1)
 
 
 # --- files ---------------------------------------------------------------------------------------
