@@ -1,14 +1,17 @@
 """What a rank was doing before each of its collectives: the reason it came late, if it came late.
 
 The stretch from the end of the rank's previous collective (from its start, where this one follows
-without a gap) to the start of this one is divided, first match first: computing, copying, loading data, collecting garbage, launching (operators and runtime
-calls while the device had nothing), Python. The largest share names the activity, and the longest
-span of that kind inside the stretch is its example.
+without a gap) to the start of this one is divided, first match first: computing, copying, loading data, collecting
+garbage, launching (operators and runtime calls while the device had nothing), Python. The largest share names the
+activity, and the longest span of that kind inside the stretch is its example. The shares themselves are kept too:
+beside the other ranks' of the same call they tell what made this rank *later* than those, which may be a short sleep
+before much work that all ranks do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Rank, Table
 from .breakdown import COLLECTIVE_OPERATOR
 from .intervals import EMPTY, Spans, covered, difference, union
 
-__all__ = ["before_collectives"]
+__all__ = ["Before", "before_collectives", "joined_befores"]
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +31,23 @@ _COPY = DEVICE_KINDS.index("copy")
 _KIND = {name: index for index, name in enumerate(HOST_KINDS)}
 
 #: Examples are looked up for this many longest stretches; the rest are short and alike.
-_MOST_EXAMPLES = 1000
+_MOST_EXAMPLES = 400
+#: An activity that takes less than this share of its stretch needs no example.
+_LEAST_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What came before each of a rank's collectives, in their order.
+
+    ``activity`` is the largest share of the stretch before it and ``example`` a span of that kind; ``shares_ns`` has
+    the time in each activity, ``examples`` row → span, for the longest stretches.
+    """
+
+    activity: tuple[str, ...] = ()
+    example: tuple[str | None, ...] = ()
+    shares_ns: Mapping[str, Array] = field(default_factory=dict)
+    examples: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +57,34 @@ class _Doing:
     activity: str
     times: Spans
     start: Array
-    end: Array
+    own: Array
     name: Array
     table: Table | None
 
-    def example(self, start: int, end: int) -> str | None:
-        """The longest of the spans that begin inside, by the part that lies inside."""
-        first, last = np.searchsorted(self.start, (start, end))
-        if self.table is None or first == last:
+    def examples(self, start: Array, end: Array) -> list[str | None]:
+        """For each stretch the longest of the spans that begin inside, by the part that lies inside."""
+        if self.table is None:
+            return [None] * len(start)
+        first, last = np.searchsorted(self.start, start), np.searchsorted(self.start, end)
+        return [
+            self._longest(*place) for place in zip(first.tolist(), last.tolist(), end.tolist(), strict=True)
+        ]
+
+    def _longest(self, first: int, last: int, end: int) -> str | None:
+        if self.table is None or first >= last:
             return None
-        inside = np.minimum(self.end[first:last], end) - self.start[first:last]
+        inside = np.minimum(self.own[first:last], end - self.start[first:last])
         return self.table.strings.text(int(self.name[first + int(inside.argmax())]))
 
 
-def before_collectives(rank: Rank, rows: Array) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """Activity and example before each of ``rows`` (row numbers of ``rank.collectives``).
+def before_collectives(rank: Rank, rows: Array) -> Before:
+    """What the rank did before each of ``rows`` (row numbers of ``rank.collectives``).
 
-    ``unknown`` where the collective's start is not known or nothing was recorded that could tell.
+    The activity is ``unknown`` where the collective's start is not known or nothing was recorded that could tell.
     """
     table = rank.collectives
     if table is None or not len(rows):
-        return (), ()
+        return Before()
     start, end = _stretches(rank, table, rows)
     length = end - start
     doings = _doings(rank)
@@ -70,26 +96,52 @@ def before_collectives(rank: Rank, rows: Array) -> tuple[tuple[str, ...], tuple[
         shares[:, column] = covered(difference(doing.times, seen), start, end)
         seen = seen | doing.times
     shares[:, -1] = length - shares.sum(axis=1)
-    activity = np.array(names, dtype=object)[_largest(names, shares)]
+    merged = {
+        name: shares[:, [column for column, one in enumerate(names) if one == name]].sum(axis=1)
+        for name in dict.fromkeys(names)
+    }
+    largest = np.stack(list(merged.values()), axis=1).argmax(axis=1)
+    activity = np.array(list(merged), dtype=object)[largest]
     activity[length <= 0] = "unknown"
-    examples: list[str | None] = [None] * len(rows)
-    by_name = {doing.activity: doing for doing in doings}
-    for index in np.argsort(-length, kind="stable")[:_MOST_EXAMPLES].tolist():
-        found = by_name.get(activity[index])
-        if found is not None and length[index] > 0:
-            examples[index] = found.example(int(start[index]), int(end[index]))
-    return tuple(activity.tolist()), tuple(examples)
+    examples = _examples(doings, merged, start, end)
+    named = tuple(examples.get(one, {}).get(row) for row, one in enumerate(activity.tolist()))
+    return Before(tuple(activity.tolist()), named, merged, examples)
 
 
-def _largest(names: list[str], shares: Array) -> Array:
-    """Column of the largest share; both columns of one name (Python with and without a span) count together."""
-    merged = shares.copy()
-    for column, name in enumerate(names):
-        first = names.index(name)
-        if first != column:
-            merged[:, first] += merged[:, column]
-            merged[:, column] = -1
-    return np.asarray(merged.argmax(axis=1))
+def joined_befores(parts: Sequence[Before]) -> Before:
+    """What came before the collectives of several windows of one rank, one after the other."""
+    names = dict.fromkeys(name for part in parts for name in part.shares_ns)
+    spans: dict[str, dict[int, str]] = {}
+    first = 0
+    for part in parts:
+        for name, found in part.examples.items():
+            spans.setdefault(name, {}).update({first + row: text for row, text in found.items()})
+        first += len(part.activity)
+    shares = {
+        name: np.concatenate(
+            [part.shares_ns.get(name, np.zeros(len(part.activity), dtype=np.int64)) for part in parts]
+        )
+        for name in names
+    }
+    activity = tuple(one for part in parts for one in part.activity)
+    return Before(activity, tuple(one for part in parts for one in part.example), shares, spans)
+
+
+def _examples(
+    doings: list[_Doing], shares: Mapping[str, Array], start: Array, end: Array
+) -> dict[str, dict[int, str]]:
+    """Activity → row → its example, for the longest stretches and what takes a good part of them."""
+    length = end - start
+    longest = np.argsort(-length, kind="stable")[:_MOST_EXAMPLES]
+    longest = longest[length[longest] > 0]
+    examples = {}
+    for doing in doings:
+        chosen = longest[shares[doing.activity][longest] >= _LEAST_SHARE * length[longest]]
+        found = doing.examples(start[chosen], end[chosen])
+        examples[doing.activity] = {
+            row: name for row, name in zip(chosen.tolist(), found, strict=True) if name is not None
+        }
+    return examples
 
 
 def _stretches(rank: Rank, table: Table, rows: Array) -> tuple[Array, Array]:
@@ -100,12 +152,15 @@ def _stretches(rank: Rank, table: Table, rows: Array) -> tuple[Array, Array]:
     if not len(known):
         return np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
     order = known[np.argsort(start[known], kind="stable")]
+    begun = start[order]
     reach = np.maximum.accumulate(end[order])
     stretch_start, stretch_end = start.copy(), start.copy()
+    # Messages of one batch begin together: what went before the batch went before each of them.
+    before = np.searchsorted(begun, begun, side="left") - 1
     # A call that follows without a gap was being prepared while the one before it ran.
-    free = reach[:-1] < start[order[1:]]
-    stretch_start[order[1:]] = np.where(free, reach[:-1], start[order[:-1]])
-    stretch_start[order[0]] = min(_first_ns(rank), int(start[order[0]]))
+    free = reach[before] < begun
+    stretch_start[order] = np.where(free, reach[before], begun[before])
+    stretch_start[order[before < 0]] = min(_first_ns(rank), int(begun[0]))
     unknown = np.setdiff1d(np.arange(len(start)), known)
     stretch_start[unknown] = stretch_end[unknown] = 0
     return stretch_start[rows], stretch_end[rows]
@@ -142,16 +197,23 @@ def _doings(rank: Rank) -> list[_Doing]:
             _doing("garbage_collection", rank.host, kind == _KIND["collector"]),
             # Without a device the operators are the work itself.
             _doing("launching" if doings else "compute", rank.host, operators & ~_communicates(rank.host)),
-            _doing("python", rank.host, np.isin(kind, (_KIND["python"], _KIND["annotation"]))),
+            # Frames enclose each other and the operators: what a frame did itself tells, not what it called.
+            _doing("python", rank.host, np.isin(kind, (_KIND["python"], _KIND["annotation"])), itself=True),
         ]
     return doings
 
 
-def _doing(activity: str, table: Table, mask: Array) -> _Doing:
+def _doing(activity: str, table: Table, mask: Array, itself: bool = False) -> _Doing:
     rows = np.flatnonzero(mask & (table["end_ns"] > table["start_ns"]))
     rows = rows[np.argsort(table["start_ns"][rows], kind="stable")]
     start, end = table["start_ns"][rows], table["end_ns"][rows]
-    return _Doing(activity, union(start, end), start, end, table["name"][rows], table)
+    own = end - start
+    if itself:
+        parent, duration = table["parent"], table["end_ns"] - table["start_ns"]
+        inside = np.flatnonzero(parent >= 0)
+        within = np.bincount(parent[inside], weights=duration[inside], minlength=len(table))
+        own = np.maximum(own - within[rows].astype(np.int64), 0)
+    return _Doing(activity, union(start, end), start, own, table["name"][rows], table)
 
 
 def _communicates(host: Table) -> Array:

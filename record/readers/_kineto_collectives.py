@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ..kernels import operation_of
 from ..model import MISSING, Strings, Table
+from ._kineto_batches import messages_of_batches
 from ._kineto_events import DECODE_ERRORS, CollectiveArguments
 from ._kineto_terms import bytes_of, dtype_of, integer_of, operation_of_call, ranks_of, text_of
 
@@ -151,7 +152,7 @@ class _Host:
         if match is None:
             return None
         operation = operation_of_call(match[match.lastindex or 1])
-        if operation is None:
+        if operation in (None, "coalesced"):  # a batch of what its messages say, or its kernel's name
             return None
         call = _Call(operation, host_row=row)
         if name.startswith(("c10d", "_c10d")):
@@ -197,6 +198,9 @@ def collectives_table(
             call = _device_call(row, arguments, device, look, by_external)
             groups += call.groups
             calls.append((call, row))
+    if device is not None and host is not None:
+        batches = messages_of_batches(calls, metadata, device, host)
+        calls = [(one, row) for call, row in calls for one in batches.get(row, [call])]
     if device is not None:
         _name_by_stream(calls, device)
     rows = _device_rows(calls, device, host)
