@@ -50,6 +50,8 @@ _BOUND = {
     "fragmentation": "fragmented memory",
     "memory-leak": "memory that only grows",
     "out-of-memory": "memory that ran out",
+    "blocking-calls": "calls that wait for the device",
+    "stage-imbalance": "uneven stages",
     "restarts": "failures",
 }
 

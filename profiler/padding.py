@@ -172,13 +172,13 @@ def _by_labels(labels: Array | None, tokens: Array | None) -> Padded | None:
     padding = np.minimum(ignored, _trailing(tokens == filler))
     if padding[longest] < 2:
         return None
-    return _rows(labels.shape[1] - padding, *labels.shape, "labels")
+    return _rows(labels.shape[1] - padding, labels.shape[0], labels.shape[1], "labels")
 
 
 def _trailing(mask: Array) -> Array:
     """How many at the end of each row are true."""
     backwards = mask[:, ::-1]
-    return np.where(mask.all(axis=1), mask.shape[1], (~backwards).argmax(axis=1))
+    return np.asarray(np.where(mask.all(axis=1), mask.shape[1], (~backwards).argmax(axis=1)))
 
 
 class SequenceLengths:

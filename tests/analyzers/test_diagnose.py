@@ -185,3 +185,11 @@ def test_one_rank_needs_no_balance() -> None:
     alone = build([rank_result(0, steps=steps_table())], step_statistics=statistics())
     assert checklist(alone)["balance"].state == "pass"
     assert checklist(alone)["zero-where-replicated"].state == "pass"
+
+
+def test_the_verdict_has_words_for_every_fault() -> None:
+    """An id with a hyphen in a sentence is nobody's language. A hang has a sentence of its own."""
+    from trine.analyzers.findings import rules
+    from trine.analyzers.verdict import _BOUND
+
+    assert {rule.ID for rule in rules() if rule.KIND == "fault"} - {"desync"} == set(_BOUND)
