@@ -67,8 +67,8 @@ def _idle(facts: Facts) -> _Idle | None:
             if held is None
             else held
         )
-    idle: _Idle | None = facts.memo["host_idle"]
-    return idle
+    kept: _Idle | None = facts.memo["host_idle"]
+    return kept
 
 
 def _holder(facts: Facts, found: list[_Idle]) -> _Idle | None:

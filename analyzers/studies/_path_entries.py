@@ -14,28 +14,20 @@ from trine.record.model import DEVICE_KINDS, HOST_KINDS, Rank
 
 from ._path_graph import NEVER, Graph
 from ._path_host import Timeline
+from ._path_pieces import Path
 from ._path_replay import Plan, Scenario, replay
-from ._path_walk import CATEGORIES, Pieces, Walker
+from ._path_terms import SYNCHRONIZATION
 
-__all__ = ["Entry", "Expanded", "Vanished", "categories_of", "entries_of", "expand", "host_bounds"]
+__all__ = ["Entry", "Vanished", "entries_of", "host_bounds", "where_of"]
 
 Array = npt.NDArray[Any]
 
 _OPERATOR, _RUNTIME, _ANNOTATION, _PYTHON, _LOADER, _SYNC, _COLLECTOR = range(len(HOST_KINDS))
 _COMMUNICATION = DEVICE_KINDS.index("communication")
-#: Host kind → category of the path; everything that is neither an operator nor the loader is Python's.
-_OF_HOST = np.array(
-    [
-        CATEGORIES.index({"operator": "operator", "runtime": "operator", "sync": "synchronization", "loader": "loader"}.get(kind, "python"))
-        for kind in HOST_KINDS
-    ]
-)  # fmt: skip
-_PYTHON_CATEGORY = CATEGORIES.index("python")
-_SYNCHRONIZATION = CATEGORIES.index("synchronization")
-
 #: Names whose disappearance is replayed: those that hold most of the path, of each view.
-MOST_ENTRIES = 10
-MOST_BLOCKING = 6
+MOST_ENTRIES = 8
+MOST_HOST_ENTRIES = 14
+MOST_BLOCKING = 5
 #: Frames that are not the user's own.
 _FOREIGN_FRAME = re.compile(
     r"site-packages/|dist-packages/|^<built-in|^torch/|/torch/|^nn\.Module|^<frozen|lib/python\d"
@@ -62,61 +54,11 @@ class Entry:
     where: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Expanded:
-    """The path's pieces in order of time: they tile the window. ``work`` and ``owner`` are rows of the graph
-    and of the host table, -1 where there is none."""
-
-    start: Array
-    end: Array
-    category: Array
-    work: Array
-    owner: Array
-
-    def lengths(self) -> Array:
-        """Length of each piece, ns."""
-        return self.end - self.start
-
-
-def expand(walker: Walker, pieces: Pieces, timeline: Timeline) -> Expanded:
-    """All pieces of a path, host time cut by what the host did."""
-    start, end, category, work = walker.run_arrays(pieces.runs)
-    parts = [(start, end, category, work, np.full(len(start), -1))]
-    host, waits = walker.graph.host, walker.graph.waits
-    for low, high in reversed(pieces.host):
-        begun, ended, owner = timeline.within(low, high)
-        parts.append((begun, ended, categories_of(host, owner), np.full(len(owner), -1), owner))
-    for low, high, wait in pieces.syncs:
-        one = (
-            np.array([low]),
-            np.array([high]),
-            np.array([_SYNCHRONIZATION]),
-            np.array([-1]),
-            waits.row[[wait]],
-        )
-        parts.append(one)
-    if pieces.spans:
-        spans = np.array(pieces.spans, dtype=np.int64)
-        none = np.full(len(spans), -1)
-        parts.append((spans[:, 0], spans[:, 1], spans[:, 2], none, none))
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    keep = columns[1] > columns[0]
-    order = np.argsort(columns[0][keep], kind="stable")
-    return Expanded(*(column[keep][order] for column in columns))
-
-
 def _at(values: Array, rows: Array) -> Array:
     """Values of rows, -1 where there is no row."""
     if not len(values):
         return np.full(len(rows), -1)
     return np.where(rows >= 0, values[np.maximum(rows, 0)], -1)
-
-
-def categories_of(host: Any, owner: Array) -> Array:
-    """Category of host time by the row to which it counts."""
-    if host is None:
-        return np.full(len(owner), _PYTHON_CATEGORY)
-    return np.where(owner >= 0, _OF_HOST[host["kind"][np.maximum(owner, 0)]], _PYTHON_CATEGORY)
 
 
 class Vanished:
@@ -138,7 +80,8 @@ class Vanished:
         self._at_epoch, self._at_launch, self._at_wait = (
             np.searchsorted(self._points, m) + 1 for m in moments
         )
-        self._until = np.searchsorted(self._points, timeline.start_ns, side="right")
+        stretch = np.searchsorted(timeline.start_ns, self._points)
+        self._until = np.cumsum(np.bincount(stretch, minlength=len(timeline.start_ns) + 1))[:-1]
 
     def work(self, mask: Array) -> Scenario:
         """Without the time of some work; its launches and the gaps around it stay."""
@@ -200,7 +143,7 @@ class _Draft:
 
 
 def entries_of(
-    rank: Rank, vanished: Vanished, path: Expanded, extra: Sequence[Scenario]
+    rank: Rank, vanished: Vanished, path: Path, extra: Sequence[Scenario]
 ) -> tuple[tuple[Entry, ...], Array]:
     """Entries of the path, the longest on it first within each view, and the lengths of ``extra`` scenarios."""
     graph = vanished.graph
@@ -232,7 +175,22 @@ def _largest(keys: Array, length: Array, least: float, most: int) -> list[tuple[
     return [(place + lowest, int(sums[place])) for place in order if sums[place] > 0 and sums[place] >= least]
 
 
-def _of_work(vanished: Vanished, path: Expanded, rank: Rank) -> list[_Draft]:
+class _Grouped:
+    """Positions by value; values from -1 on."""
+
+    def __init__(self, values: Array) -> None:
+        # Sixteen bits are sorted by radix, in a tenth of the time.
+        narrow = (values + 1).astype(np.uint16) if len(values) and values.max() < 65_535 else values + 1
+        self._order = np.argsort(narrow, kind="stable")
+        self._sorted = narrow[self._order]
+
+    def of(self, value: int) -> Array:
+        """Positions of a value, ascending."""
+        low, high = np.searchsorted(self._sorted, np.array([value + 1, value + 2], dtype=self._sorted.dtype))
+        return self._order[low:high]
+
+
+def _of_work(vanished: Vanished, path: Path, rank: Rank) -> list[_Draft]:
     """Kernels, copies and collectives by name."""
     graph = vanished.graph
     least = LEAST_SHARE * (graph.end_ns - graph.begin_ns)
@@ -277,7 +235,7 @@ def _work_names(graph: Graph, rank: Rank) -> tuple[Array, dict[int, str]]:
     return names, texts
 
 
-def _of_host(vanished: Vanished, path: Expanded) -> list[_Draft]:
+def _of_host(vanished: Vanished, path: Path) -> list[_Draft]:
     """Operators (their own host time and the work they launched), and Python by frame or annotation."""
     graph, timeline = vanished.graph, vanished.timeline
     host = graph.host
@@ -287,20 +245,19 @@ def _of_host(vanished: Vanished, path: Expanded) -> list[_Draft]:
     stretch_name = _names(host, timeline.owner)
     work_name = _names(host, vanished.work_owner)
     wait_name = _names(host, vanished.wait_owner)
-    owner = np.where(
-        path.work >= 0, vanished.work_owner[np.maximum(path.work, 0)] if len(graph) else -1, path.owner
-    )
-    on_host = (path.owner >= 0) | (path.category == _PYTHON_CATEGORY)
-    returning = (path.category == _SYNCHRONIZATION) & (owner >= 0)
-    owner[returning] = graph.owner[owner[returning]]
+    # Work counts for the operator that launched it, the return of a blocking call for the one that made it.
+    owner = np.where(path.work >= 0, _at(vanished.work_owner, path.work), _at(graph.owner, path.row))
     keys = _names(host, owner)
-    counted = on_host | (keys >= 0)
+    counted = keys >= 0
+    keys = np.concatenate((keys[counted], stretch_name))
+    length = np.concatenate((path.lengths()[counted], path.host_time(timeline)))
     drafts = []
     lengths = vanished.length
     inside = (host["start_ns"] < graph.host_end_ns) & (host["end_ns"] > graph.begin_ns) & (host["name"] >= 0)
     calls = np.bincount(host["name"][inside], minlength=len(host.strings))
-    for key, on_path in _largest(keys[counted], path.lengths()[counted], least, 2 * MOST_ENTRIES):
-        stretches = np.flatnonzero(stretch_name == key)
+    by_name = _Grouped(stretch_name)
+    for key, on_path in _largest(keys, length, least, MOST_HOST_ENTRIES):
+        stretches = by_name.of(key)
         work = work_name == key if key >= 0 else np.zeros(len(graph), dtype=bool)
         waits = wait_name == key if key >= 0 else np.zeros(len(graph.waits), dtype=bool)
         if key >= 0 and not len(stretches) and not work.any():
@@ -327,7 +284,7 @@ def _kind_and_name(host: Any, rows: Array, others: Array, key: int) -> tuple[str
     return ("operator" if kind == "sync" else kind), host.strings.text(key) or "unnamed"
 
 
-def _of_blocking(vanished: Vanished, path: Expanded) -> list[_Draft]:
+def _of_blocking(vanished: Vanished, path: Path) -> list[_Draft]:
     """Blocking calls that had to wait, by operator and call."""
     graph = vanished.graph
     host, waits = graph.host, graph.waits
@@ -349,7 +306,7 @@ def _of_blocking(vanished: Vanished, path: Expanded) -> list[_Draft]:
         name, called = host.strings.text(pair // (1 << 32) - 1), host.strings.text(pair % (1 << 32)) or ""
         label = called if name in (None, called) else f"{name} ({called})"
         on_path = int(
-            path.lengths()[(path.category == _SYNCHRONIZATION) & np.isin(path.owner, waits.row[mask])].sum()
+            path.lengths()[(path.category == SYNCHRONIZATION) & np.isin(path.row, waits.row[mask])].sum()
         )
         drafts.append(
             _Draft(

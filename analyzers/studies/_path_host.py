@@ -8,7 +8,7 @@ any thread, the operator that began last, else the Python frame or annotation th
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +17,18 @@ import numpy.typing as npt
 from trine.analyzers.breakdown import COLLECTIVE_OPERATOR
 from trine.record.model import HOST_KINDS, Table
 
+from ._path_terms import CATEGORIES, OF_HOST, PYTHON
+
 __all__ = ["Changes", "Timeline", "collective_names", "owners_of", "step_marks", "threads_of", "timeline_of"]
 
 Array = npt.NDArray[Any]
 
 _OPERATOR, _RUNTIME, _ANNOTATION, _PYTHON, _LOADER, _SYNC, _COLLECTOR = range(len(HOST_KINDS))
 
-#: Threads that are merged, those with most spans first; further ones rarely hold more than a worker's mark.
+#: Threads that are merged, those with most spans first ...
 MOST_THREADS = 6
+#: ... and at least this share of the busiest one's: a watchdog that polls events says nothing of the work.
+LEAST_SHARE = 0.02
 
 _AT_WORK = np.isin(np.arange(len(HOST_KINDS)), (_OPERATOR, _RUNTIME, _SYNC, _LOADER))
 
@@ -47,30 +51,40 @@ class Timeline:
     """Stretches of the host: ``start_ns`` ascending, each until the next one's start, the last until ``end_ns``.
 
     ``owner`` is the row of the host table to which a stretch counts, -1 where no span is open: the
-    innermost span, or for a runtime call the operator that made it.
+    innermost span, or for a runtime call the operator that made it. ``category`` is one of :data:`CATEGORIES`.
     """
 
     start_ns: Array
     owner: Array
+    category: Array
     end_ns: int
+    running: dict[int, Array] = field(default_factory=dict)
 
     def lengths(self) -> Array:
         """Length of each stretch, ns."""
         return np.diff(self.start_ns, append=self.end_ns)
 
-    def within(self, start: int, end: int) -> tuple[Array, Array, Array]:
-        """Starts, ends and owners of the stretches cut to ``[start, end)``."""
-        empty = np.empty(0, dtype=np.int64)
-        if end <= start or not len(self.start_ns):
-            return empty, empty, empty
-        first = max(int(np.searchsorted(self.start_ns, start, side="right")) - 1, 0)
-        last = int(np.searchsorted(self.start_ns, end, side="left"))
-        if last <= first:
-            return np.array([start]), np.array([end]), np.array([-1])
-        starts, owner = self.start_ns[first:last].copy(), self.owner[first:last]
-        ends = np.append(starts[1:], end)
-        starts[0] = start
-        return starts, ends, owner
+    def at(self, times: Array) -> Array:
+        """The stretch in which each time lies."""
+        return np.maximum(np.searchsorted(self.start_ns, times, side="right") - 1, 0)
+
+    def until(self, times: Array) -> Array:
+        """Host time by category from the timeline's begin to each time, ns, shape (times, categories)."""
+        place = self.at(times)
+        found = np.zeros((len(times), len(CATEGORIES)), dtype=np.int64)
+        found[np.arange(len(times)), self.category[place]] = np.asarray(times) - self.start_ns[place]
+        for one, total in self._running().items():
+            found[:, one] += total[place]
+        return found
+
+    def _running(self) -> dict[int, Array]:
+        """Category → its time before each stretch; worked out once."""
+        if not self.running:
+            length = self.lengths()
+            for one in np.flatnonzero(np.bincount(self.category)).tolist():
+                amount = np.where(self.category == one, length, 0)
+                self.running[one] = np.cumsum(amount) - amount
+        return self.running
 
 
 def threads_of(host: Table | None, start: int, end: int) -> list[Changes]:
@@ -84,15 +98,20 @@ def threads_of(host: Table | None, start: int, end: int) -> list[Changes]:
     at_work = thread[host["kind"][rows] != _ANNOTATION]
     threads = np.unique(at_work)
     if len(threads) > 1:
-        count = np.bincount(np.searchsorted(threads, at_work))
-        threads = threads[np.argsort(-count, kind="stable")][:MOST_THREADS]
+        count = (
+            np.array([int((at_work == one).sum()) for one in threads])
+            if len(threads) < 64
+            else np.bincount(np.searchsorted(threads, at_work))
+        )
+        order = np.argsort(-count, kind="stable")[:MOST_THREADS]
+        threads = threads[order[count[order] >= LEAST_SHARE * count.max()]]
     return [_of_thread(host, rows[thread == one]) for one in threads]
 
 
 def timeline_of(host: Table | None, parts: list[Changes], owner: Array, start: int, end: int) -> Timeline:
     """One timeline of ``threads_of`` over ``[start, end)``, in ns. ``owner``: of every host row."""
     if host is None or not parts or end <= start:
-        return Timeline(np.array([start]), np.array([-1]), end)
+        return Timeline(np.array([start]), np.array([-1]), np.array([PYTHON]), end)
     times, label = parts[0] if len(parts) == 1 else _latest_begun(host, parts)
     times = np.clip(times, start, end)
     if times[0] > start:
@@ -100,7 +119,9 @@ def timeline_of(host: Table | None, parts: list[Changes], owner: Array, start: i
     # Of several changes at one instant the last counts.
     keep = np.append(times[1:] > times[:-1], times[-1] < end)
     times, label = times[keep], label[keep]
-    return Timeline(times, np.where(label >= 0, owner[np.maximum(label, 0)], -1), end)
+    owner = np.where(label >= 0, owner[np.maximum(label, 0)], -1)
+    category = np.where(owner >= 0, OF_HOST[host["kind"][np.maximum(owner, 0)]], PYTHON)
+    return Timeline(times, owner, category, end)
 
 
 def _of_thread(host: Table, rows: Array) -> Changes:
@@ -119,30 +140,37 @@ def _of_thread(host: Table, rows: Array) -> Changes:
 
 
 def _latest_begun(host: Table, parts: list[Changes]) -> Changes:
-    """Several threads as one: of the open spans the one that began last."""
+    """Several threads as one: of the open spans the operator that began last, else the span that did."""
     times = np.concatenate([part.time for part in parts])
-    source = np.repeat(np.arange(len(parts)), [len(part.time) for part in parts])
+    source = np.repeat(np.arange(len(parts), dtype=np.int8), [len(part.time) for part in parts])
     order = np.argsort(times, kind="stable")
     times, source = times[order], source[order]
-    label = np.full(len(times), -1, dtype=np.int64)
-    weight = np.full(len(times), -np.inf)
-    origin = int(host["start_ns"].min())
     exchanges = collective_names(host)
+    label = weight = None
     for number, (_, rows) in enumerate(parts):
-        known = np.maximum(rows, 0)
-        works = _AT_WORK[host["kind"][known]]
+        # Before its first change a thread does nothing.
+        place = np.cumsum(source == number, dtype=np.int32)
+        mine = np.append(-1, _weights(host, rows, exchanges))[place]
+        row = np.append(-1, rows)[place]
+        if label is None or weight is None:
+            label, weight = row, mine
+        else:
+            later = mine > weight
+            label, weight = np.where(later, row, label), np.where(later, mine, weight)
+    assert label is not None and weight is not None
+    return Changes(times, np.where(weight >= 0, label, -1))
+
+
+def _weights(host: Table, rows: Array, exchanges: Array) -> Array:
+    """By what open spans are chosen: operators before Python frames, later ones before earlier ones; -1 for none,
+    and for a mark that an exchange is in flight, which says nothing of what the host does."""
+    known = np.maximum(rows, 0)
+    works = _AT_WORK[host["kind"][known]]
+    begun = host["start_ns"][known] - int(host["start_ns"].min()) + np.where(works, 1 << 61, 0)
+    if len(exchanges):
         exchanging = np.isin(host["name"][known], exchanges)
-        works &= ~exchanging
-        # Operators come before Python frames and before what merely waits for an exchange.
-        # A mark that an exchange is in flight says nothing of what the host does.
-        shown = (rows >= 0) & (works | ~exchanging)
-        mine = np.where(shown, host["start_ns"][known] - origin + np.where(works, 2.0**52, 0.0), -np.inf)
-        place = np.cumsum(source == number) - 1
-        begun = np.maximum(place, 0)
-        mine = np.where(place >= 0, mine[begun], -np.inf)
-        later = mine > weight
-        label[later], weight[later] = rows[begun[later]], mine[later]
-    return Changes(times, label)
+        begun = np.where(exchanging, np.where(works, begun - (1 << 61), -1), begun)
+    return np.where(rows >= 0, begun, -1)
 
 
 def owners_of(host: Table) -> Array:

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from trine.record.model import MISSING, Rank, Table
 
-from ._path_entries import Expanded, categories_of
 from ._path_graph import Graph
 from ._path_host import Timeline
-from ._path_walk import CATEGORIES, GAP, LONGEST_GAP_NS, OF_KIND, SYNCHRONIZATION, UNEXPLAINED, Pieces, Walker
+from ._path_pieces import Path
+from ._path_terms import CATEGORIES, GAP, LONGEST_GAP_NS, OF_KIND, SYNCHRONIZATION, UNEXPLAINED
+from ._path_walk import Pieces, Walker
 
 __all__ = ["Links", "links_of"]
 
@@ -43,7 +44,7 @@ class Links:
 
 
 def links_of(
-    rank: Rank, graph: Graph, walker: Walker, timeline: Timeline, path: Expanded, kept: Table | None
+    rank: Rank, graph: Graph, walker: Walker, timeline: Timeline, path: Path, kept: Table | None
 ) -> Links | None:
     """The links of a rank; None where it has no collective with times."""
     work, row = _collectives(rank, graph, kept)
@@ -94,25 +95,11 @@ def _between(walker: Walker, timeline: Timeline, walks: list[list[Pieces]]) -> A
             sums[number, SYNCHRONIZATION] += end - start
     if host:
         link, start, end = np.array(host, dtype=np.int64).T
-        _add_host(sums, walker.graph, timeline, link, start, end)
+        np.add.at(sums, link, timeline.until(end) - timeline.until(start))
     if runs:
         link, first, last, until = np.array(runs, dtype=np.int64).T
         _add_runs(sums, walker.graph, link, first, last, until)
     return sums
-
-
-def _add_host(sums: Array, graph: Graph, timeline: Timeline, link: Array, start: Array, end: Array) -> None:
-    category = categories_of(graph.host, timeline.owner)
-    length = timeline.lengths()
-
-    def until(times: Array, mask: Array) -> Array:
-        total = np.append(0, np.cumsum(np.where(mask, length, 0)))
-        at = np.maximum(np.searchsorted(timeline.start_ns, times, side="right") - 1, 0)
-        return np.asarray(total[at] + np.where(mask[at], times - timeline.start_ns[at], 0))
-
-    for one in np.unique(category).tolist():
-        mask = category == one
-        np.add.at(sums, (link, one), until(end, mask) - until(start, mask))
 
 
 def _add_runs(sums: Array, graph: Graph, link: Array, first: Array, last: Array, until: Array) -> None:
@@ -158,16 +145,20 @@ def _collectives(rank: Rank, graph: Graph, kept: Table | None) -> tuple[Array, A
         return none, none
     same = (kept["start_ns"][known[at]] == start) & (kept["end_ns"][known[at]] == end)
     if not same.any():
-        return _by_overlap(kept, known, work, start, end)
+        return _by_nearest(kept, known, work, start, end)
     return work[same], known[at[same]]
 
 
-def _by_overlap(kept: Table, known: Array, work: Array, start: Array, end: Array) -> tuple[Array, Array]:
-    """A deep window and the record's own table time the same call by different clocks' reads: the call
-    whose span covers the middle of the other's."""
-    middle = start + (end - start) // 2
-    at = np.searchsorted(kept["start_ns"][known], middle, side="right") - 1
-    row = known[np.maximum(at, 0)]
-    hit = (at >= 0) & (kept["end_ns"][row] >= middle)
-    _, first = np.unique(row[hit], return_index=True)
-    return work[hit][first], row[hit][first]
+def _by_nearest(kept: Table, known: Array, work: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    """A deep window and the record's own table time the same call by different clocks' reads: the call that
+    starts nearest, if the two overlap."""
+    starts = kept["start_ns"][known]
+    after = np.minimum(np.searchsorted(starts, start), len(known) - 1)
+    before = np.maximum(after - 1, 0)
+    near = np.where(np.abs(starts[after] - start) < np.abs(starts[before] - start), after, before)
+    row, apart = known[near], np.abs(starts[near] - start)
+    hit = np.flatnonzero((kept["end_ns"][row] > start) & (kept["start_ns"][row] < end))
+    # Of two that are nearest to one call, the nearer.
+    hit = hit[np.argsort(apart[hit], kind="stable")]
+    first = hit[np.unique(row[hit], return_index=True)[1]]
+    return work[first], row[first]

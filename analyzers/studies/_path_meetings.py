@@ -116,7 +116,8 @@ class Meetings:
             known = link >= 0
             start = np.stack([self._start[rank][link[:, at]] for at, rank in enumerate(members)], axis=1)
             last = np.where(known, start, np.iinfo(np.int64).min).max(axis=1).tolist()
-            for place, whole in enumerate(known.all(axis=1).tolist()):
+            complete: list[bool] = np.asarray(known.all(axis=1)).tolist()
+            for place, whole in enumerate(complete):
                 if whole:
                     found.append((last[place], where, link[place], bool(joined[place])))
                 elif known[place].any():

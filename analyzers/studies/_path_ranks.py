@@ -22,7 +22,7 @@ from trine.analyzers.results import RankSummary
 
 from ._path_links import Links
 from ._path_meetings import Meetings, lengths_without
-from ._path_walk import CATEGORIES
+from ._path_terms import CATEGORIES
 
 __all__ = ["JobPath", "RankShare", "Without", "job_path", "waits_on_path"]
 

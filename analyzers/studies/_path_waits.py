@@ -282,18 +282,17 @@ def _waited_for(graph: Graph, rank: Rank, launches: Launches, rows: Array, start
             ended & right & ((work < 0) | (graph.end[np.maximum(last, 0)] > graph.end[np.maximum(work, 0)]))
         )
         work[later] = last[later]
-    return _own_copies(graph, rows, work)
+    return _own_copies(graph, rows, end, work)
 
 
-def _own_copies(graph: Graph, rows: Array, work: Array) -> Array:
+def _own_copies(graph: Graph, rows: Array, end: Array, work: Array) -> Array:
     """A blocking copy waits for itself."""
+    if not len(graph):
+        return work
     order = np.argsort(graph.launch_row, kind="stable")
-    place = np.searchsorted(graph.launch_row[order], rows)
-    own = order[np.minimum(place, max(len(order) - 1, 0))] if len(order) else rows
-    is_own = (
-        (place < len(order)) & (graph.launch_row[own] == rows) if len(order) else np.zeros(len(rows), bool)
-    )
-    return np.asarray(np.where(is_own, own, work))
+    place = np.minimum(np.searchsorted(graph.launch_row[order], rows), len(order) - 1)
+    own = order[place]
+    return np.asarray(np.where((graph.launch_row[own] == rows) & (graph.start[own] < end), own, work))
 
 
 def _main_stream(launches: Launches) -> int | None:

@@ -18,30 +18,13 @@ import numpy.typing as npt
 from trine.record.model import DEVICE_KINDS
 
 from ._path_graph import NEVER, Graph
+from ._path_terms import GAP, LAUNCH, LONGEST_GAP_NS, UNEXPLAINED
 
-__all__ = ["CATEGORIES", "Pieces", "Walker"]
+__all__ = ["Pieces", "Walker"]
 
 Array = npt.NDArray[Any]
 
-#: What a piece of the path is. ``operator``, ``python`` and ``loader`` are the host's own time.
-CATEGORIES = (
-    "operator",
-    "python",
-    "loader",
-    "synchronization",
-    "launch",
-    "kernel",
-    "copy",
-    "communication",
-    "gap",
-    "unexplained",
-)
-HOST, SYNCHRONIZATION, LAUNCH, GAP, UNEXPLAINED = 0, 3, 4, 8, 9
-OF_KIND = np.array([CATEGORIES.index(name) for name in ("kernel", "communication", "copy")])
 _COMMUNICATION = DEVICE_KINDS.index("communication")
-#: What stands between two pieces of work that follow each other is the machine's; from here on nothing
-#: recorded explains it.
-LONGEST_GAP_NS = 20_000
 
 _BEFORE, _LAUNCHED, _DEPENDENCY, _NOTHING = range(4)
 
@@ -193,26 +176,3 @@ class Walker:
         if ended < back:
             found.syncs.append((ended, back, self.waits[place]))
         return ended, work
-
-    # --- sums ---------------------------------------------------------------------------------------
-
-    def run_arrays(self, runs: list[tuple[int, int, int]]) -> tuple[Array, Array, Array, Array]:
-        """The pieces of runs: starts, ends, categories, and the work of each (-1 for a gap)."""
-        parts: list[tuple[Array, Array, Array, Array]] = []
-        graph = self.graph
-        for first, last, until in reversed(runs):
-            rows = np.arange(first, last + 1)
-            start = graph.start[rows]
-            following = np.append(start[1:], until)
-            end = np.minimum(graph.end[rows], following)
-            parts.append((start, end, OF_KIND[graph.kind[rows]], rows))
-            gap = following > end
-            if gap.any():
-                long = (following - end)[gap] > LONGEST_GAP_NS
-                category = np.where(long, UNEXPLAINED, GAP)
-                parts.append((end[gap], following[gap], category, np.full(int(gap.sum()), -1)))
-        if not parts:
-            empty = np.empty(0, dtype=np.int64)
-            return empty, empty, empty, empty
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return columns[0], columns[1], columns[2], columns[3]

@@ -19,13 +19,15 @@ import numpy.typing as npt
 from trine.analyzers.selection import Selected
 from trine.record.model import MISSING, Rank, Table
 
-from ._path_entries import Entry, Expanded, Vanished, entries_of, expand, host_bounds
+from ._path_entries import Entry, Vanished, entries_of, host_bounds
 from ._path_graph import Graph, graph_of
-from ._path_host import timeline_of
+from ._path_host import Timeline, timeline_of
 from ._path_links import Links, links_of
+from ._path_pieces import Path, laid_out, sums_of
 from ._path_ranks import JobPath, RankShare, Without, job_path, waits_on_path
 from ._path_replay import measured, modelled, plan_of
-from ._path_walk import CATEGORIES, Walker
+from ._path_terms import CATEGORIES
+from ._path_walk import Walker
 from ._scope import Scope, Whole
 
 __all__ = [
@@ -138,14 +140,14 @@ def _part(rank: Rank, selected: Selected, collectives: Table | None) -> PathPart
         return None
     timeline = timeline_of(graph.host, graph.threads, graph.owner, graph.begin_ns, graph.host_end_ns)
     walker = Walker(graph)
-    path = expand(walker, walker.whole(), timeline)
+    path = laid_out(graph, walker.whole())
     plan = plan_of(graph)
     base = measured(plan)
     vanished = Vanished(plan, base, timeline)
     extra = [modelled(plan), *host_bounds(vanished)]
     entries, lengths = entries_of(rank, vanished, path, extra)
     length = graph.end_ns - graph.begin_ns
-    steps = _steps(rank, selected, graph, path)
+    steps = _steps(rank, selected, graph, path, timeline)
     return PathPart(
         begin_ns=graph.begin_ns,
         end_ns=graph.end_ns,
@@ -164,18 +166,12 @@ def _part(rank: Rank, selected: Selected, collectives: Table | None) -> PathPart
     )
 
 
-def _steps(rank: Rank, selected: Selected, graph: Graph, path: Expanded) -> tuple[StepPath, ...]:
+def _steps(
+    rank: Rank, selected: Selected, graph: Graph, path: Path, timeline: Timeline
+) -> tuple[StepPath, ...]:
     """The path cut where each step's last work ended."""
     numbers, until = _completions(rank, selected, graph)
-    cuts = until[:-1]
-    row = np.searchsorted(path.start, cuts, side="right")
-    start = np.insert(path.start, row, cuts)
-    row = np.insert(np.arange(len(path.start)), row, row - 1)
-    length = np.diff(start, append=graph.end_ns)
-    step = np.searchsorted(cuts, start, side="right")
-    width = len(CATEGORIES)
-    sums = np.bincount(step * width + path.category[row], weights=length, minlength=len(until) * width)
-    table = sums.astype(np.int64).reshape(-1, width)
+    table = sums_of(path, timeline, until[:-1])
     return tuple(
         StepPath(
             number, int(line.sum()), {name: int(v) for name, v in zip(CATEGORIES, line, strict=True) if v}

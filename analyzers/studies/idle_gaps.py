@@ -24,12 +24,14 @@ from ._path_entries import where_of
 from ._path_host import owners_of, step_marks
 from ._scope import Scope, Whole
 
-__all__ = ["KEY", "GapGroup", "GapPart", "IdleGaps", "RankGaps", "join", "reduce", "to_json"]
+__all__ = ["KEY", "NAMELESS", "GapGroup", "GapPart", "IdleGaps", "RankGaps", "join", "reduce", "to_json"]
 
 Array = npt.NDArray[Any]
 
 KEY = "idle_gaps"
 
+#: What ends a gap without being an event of its own: the window, and what runs on other threads.
+NAMELESS = ("the end of the window", "a collective")
 #: Groups a rank keeps, and the result.
 MOST_GROUPS = 40
 MOST_SHOWN = 20
@@ -229,7 +231,7 @@ def _ended_by(found: _Found, rows: Array, amount: Array) -> str:
     name = found.table.strings.text(int(sums.argmax()) - 1)
     if name is not None:
         return name
-    return "the end of the window" if int(found.end[rows[0]]) == found.window[1] else "a collective"
+    return NAMELESS[int(found.end[rows[0]]) != found.window[1]]
 
 
 class _Prober:

@@ -68,8 +68,8 @@ def _summary(result: CriticalPath, rank: RankPath) -> str:
     if job is not None and job.ranks:
         first = job.ranks[0]
         text += f". Across ranks, rank {first.rank} holds {percent(first.on_path_ns / max(job.length_ns, 1))} of the job's path"
-        if first.doing:
-            text += f" ({clean(first.doing)})"
+        if first.doing not in (None, "unknown"):
+            text += f" ({clean(str(first.doing))})"
         for one in job.without[-1:]:
             if one.gain_ns > 0.01 * job.length_ns:
                 text += f"; had nobody waited for {rank_list(one.ranks)}, the job would have been {duration(one.gain_ns)} shorter"
@@ -137,7 +137,7 @@ def _shares(job: JobPath, most_rows: int) -> Table:
             share(one.on_path_ns, length),
             "–" if one.gain_ns is None else share(one.gain_ns, length),
             _largest(one.segments_ns),
-            clean(one.doing or "–"),
+            "–" if one.doing in (None, "unknown") else clean(str(one.doing)),
         )
         for one in job.ranks[:most_rows]
         if one.on_path_ns >= length / 200

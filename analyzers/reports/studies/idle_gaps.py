@@ -6,7 +6,7 @@ from trine.analyzers.kernel_names import short_name
 from trine.analyzers.reports._cells import left, right, share
 from trine.analyzers.reports.document import Paragraph, Section, Table, clean
 from trine.analyzers.results import Analysis
-from trine.analyzers.studies.idle_gaps import GapGroup, IdleGaps
+from trine.analyzers.studies.idle_gaps import NAMELESS, GapGroup, IdleGaps
 from trine.analyzers.units import duration, percent
 
 __all__ = ["ORDER", "section"]
@@ -62,7 +62,7 @@ def section(result: IdleGaps, analysis: Analysis, most_rows: int) -> Section | N
 def _ended(group: GapGroup) -> str:
     """The operator says more to its user than the kernel that it launched; copies are told apart."""
     if group.operator is None:
-        return short_name(group.ended_by)
+        return group.ended_by if group.ended_by in NAMELESS else short_name(group.ended_by)
     if group.ended_by.startswith("Mem"):
         return f"{group.operator} ({group.ended_by})"
     return group.operator
