@@ -49,6 +49,8 @@ class _Growth:
 
 def find(facts: Facts) -> Finding | None:
     """The fastest growth, when it matters within :data:`AHEAD_STEPS` steps."""
+    if facts.trains is False:
+        return None  # generation grows by a token's keys and values each step, as it should
     growths = [*_by_owner(facts), *(one for rank in facts.ranks if (one := _from_samples(rank)) is not None)]
     # Where the owner is known it is worth more than the sum without one.
     worst = max(growths, key=lambda growth: (growth.owner is not None, growth.per_step_bytes), default=None)
@@ -115,6 +117,7 @@ def _by_owner(facts: Facts) -> list[_Growth]:
             leak.stack,
         )
         for part in (found.ranks if found is not None else ())
+        if facts.trains or {"gradients", "activations"} & set(part.categories)
         for leak in part.leaks[:1]
     ]
 

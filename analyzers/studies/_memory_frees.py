@@ -36,11 +36,14 @@ class Freed:
     inputs: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
-def freed(categories: Sequence[str], levels: Array, totals: Array, ranks: int | None) -> tuple[Freed, ...]:
+def freed(
+    categories: Sequence[str], levels: Array, totals: Array, ranks: int | None, *, replicated: bool = True
+) -> tuple[Freed, ...]:
     """Every change that would free something.
 
     ``levels`` (categories, points) and ``totals`` (points,) are bytes along the curve, the peak among the points;
-    ``ranks`` is how many hold the same replica, None where that is not known (1: nothing is replicated).
+    ``ranks`` is how many hold the same replica, None where that is not known (1: nothing is replicated), ``replicated``
+    whether the source says that they do.
     """
     where = {name: levels[row] for row, name in enumerate(categories)}
     none = np.zeros_like(totals)
@@ -52,7 +55,9 @@ def freed(categories: Sequence[str], levels: Array, totals: Array, ranks: int | 
     sharded = 1 - 1 / count
     of_ranks: dict[str, float | int | str] = {"ranks": count}
     if ranks is None:
-        of_ranks["ranks_are"] = "not known; two is the least"
+        of_ranks["ranks_are"] = "not known, two is the least"
+    elif not replicated:
+        of_ranks["ranks_are"] = "all, taken to hold the same state"
     options: list[tuple[str, Array, float, str, Mapping[str, float | int | str]]] = [
         ("checkpointing", activations, CHECKPOINTED, f"activations × {CHECKPOINTED}", {}),
         ("offload activations", activations, CHECKPOINTED, f"activations × {CHECKPOINTED}", {}),

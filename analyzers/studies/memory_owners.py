@@ -371,17 +371,21 @@ def join(parts: Mapping[int, RankMemory], whole: Whole) -> MemoryOwners | str:
     order = sorted(parts.values(), key=lambda part: (part.kind != "device", -part.peak_bytes, part.rank))
     first = order[0]
     order[1:] = sorted(order[1:], key=lambda part: not (part.failures or part.leaks or part.retries))
-    frees = freed(first.categories, np.array(first.levels), np.array(first.totals), _replicas(whole))
+    ranks, replicated = _replicas(whole)
+    frees = freed(
+        first.categories, np.array(first.levels), np.array(first.totals), ranks, replicated=replicated
+    )
     return MemoryOwners(tuple(order[:MOST_RANKS]), max(len(order) - MOST_RANKS, 0), frees)
 
 
-def _replicas(whole: Whole) -> int | None:
-    """Ranks that hold the same state; None where nothing says how many ranks there are."""
+def _replicas(whole: Whole) -> tuple[int | None, bool]:
+    """(ranks that hold the same state, whether the source says so); None where nothing says how many ranks there are."""
     described = next((s.metadata.get("data_parallel") for s in whole.summaries.values()), None)
-    if isinstance(described, dict) and described.get("kind") not in (None, "ddp"):
-        return 1  # sharded already
+    kind = described.get("kind") if isinstance(described, dict) else None
+    if kind not in (None, "ddp"):
+        return 1, True  # sharded already
     worlds = [s.world_size for s in whole.summaries.values() if s.world_size]
-    return max([*worlds, whole.job.world_size or 0]) or None
+    return max([*worlds, whole.job.world_size or 0]) or None, kind == "ddp"
 
 
 def to_json(result: MemoryOwners) -> dict[str, Any]:

@@ -19,6 +19,7 @@ ACTIONS = (
     "segment_free",
     "out_of_memory",
     "snapshot",
+    "mark",
 )
 _CODES = {
     "alloc": 1,
@@ -31,6 +32,7 @@ _CODES = {
     "segment_unmap": 5,
     "oom": 6,
     "snapshot": 7,
+    "user_defined": 8,
 }
 _LARGEST = 1 << 62
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..memory_categories import Inferred, Trait, infer
-from ._memory_events import ACTIONS, Events
+from ._memory_events import Events
 from ._memory_segments import ACTIVE, PENDING, SEGMENT, Held
 from ._memory_stacks import Stacks
 
@@ -18,7 +18,7 @@ __all__ = ["Allocations", "Device", "read_history"]
 
 Array = npt.NDArray[Any]
 
-_OTHER, _ALLOC, _REQUESTED, _FREED, _SEGMENT, _UNSEGMENT, _OOM, _SNAPSHOT = range(len(ACTIONS))
+_OTHER, _ALLOC, _REQUESTED, _FREED, _SEGMENT, _UNSEGMENT, _OOM = range(7)
 
 #: The caching allocator rounds every request up to this (kMinBlockSize).
 ROUNDING = 512
@@ -84,7 +84,7 @@ class Device:
             "held_bytes": self.held_bytes,
             "lower_bound": bool(self.held_bytes or not len(self.action)),
             "pending_peak_bytes": self.pending_peak_bytes,
-            "retries": self.retries,
+            "retries": self.retries if len(self.action) else None,
             "out_of_memory": [list(failure) for failure in self.failures[-16:]],
             "step_ends_ns": self.step_ends_ns[-_MOST_MARKS:].tolist(),
             "sized_bytes": self.inferred.sized,

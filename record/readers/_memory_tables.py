@@ -44,7 +44,9 @@ def _rows(device: Device, held: Held, stacks: Stacks, strings: Strings) -> dict[
     texts = np.array(stacks.texts, dtype=np.int64)
     actions = np.array([strings.code(name) for name in ACTIONS], dtype=np.int64)
     before = np.flatnonzero(own.start < 0)
-    rows = np.flatnonzero(~np.isin(device.action, (ACTIONS.index("free"), ACTIONS.index("other"))))
+    rows = np.flatnonzero(
+        ~np.isin(device.action, [ACTIONS.index(name) for name in ("free", "other", "mark")])
+    )
     of = device.of[rows]
     action = device.action[rows]
     begins, ends = action == ACTIONS.index("alloc"), action == ACTIONS.index("free_requested")

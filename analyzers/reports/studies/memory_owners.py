@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trine.analyzers.reports.document import Areas, Block, Column, Paragraph, Section, Table, clean
 from trine.analyzers.results import Analysis
 from trine.analyzers.studies.memory_owners import Fragmentation, Freed, MemoryOwners, OwnedMemory, RankMemory
-from trine.analyzers.units import percent, size
+from trine.analyzers.units import duration, percent, size
 
 __all__ = ["ORDER", "section"]
 
@@ -56,7 +56,7 @@ def _summary(part: RankMemory, ranks: int) -> str:
     more = " or more" if part.lower_bound else ""
     of_rank = f"Rank {part.rank}" + (f", the fullest of {ranks}," if ranks > 1 else "")
     first = part.times_ns[0] if part.times_ns else part.peak_ns
-    after = f", {(part.peak_ns - first) / 1e9:.3f} s after the first event" if part.peak_ns > first else ""
+    after = f", {duration(part.peak_ns - first)} after the first event" if part.peak_ns > first else ""
     text = f"{of_rank} peaks at {size(part.peak_bytes)}{more} of {where}{after}."
     named = [(name, level) for name, level in part.lowest.items() if name != "unattributed"]
     if named and part.kind == "device":
@@ -234,9 +234,9 @@ def _frees(frees: Sequence[Freed]) -> Table:
         (clean(each.change), size(each.freed_bytes), size(each.peak_bytes), clean(_how(each)))
         for each in frees
     )
-    note = (
-        "each alone, on the curve above; ranks: 2 where the source does not say how many hold the same state"
-    )
+    note = "each alone; what is left is the highest point of the curve without it"
+    ranks = next((str(each.inputs["ranks_are"]) for each in frees if "ranks_are" in each.inputs), None)
+    note += f"; ranks: {ranks}" if ranks else ""
     return Table(columns, rows, title="What would lower the peak", note=note)
 
 
