@@ -21,6 +21,7 @@ from typing import IO, Any
 from trine.record.errors import TrineError, UnreadableInput
 from trine.record.model import RankSource
 
+from ._packed import packed
 from .results import RankSummary
 from .selection import Selection
 
@@ -174,4 +175,5 @@ def _serve() -> None:
             source, selection = _receive(requests)
         except EOFError:
             return
-        _send(answers, reduce_source(source, selection))
+        outcome = reduce_source(source, selection)
+        _send(answers, packed(outcome) if isinstance(outcome, RankSummary) else outcome)

@@ -21,7 +21,9 @@ import trine
 from trine.record.errors import TrineError, UnreadableInput, UsageError
 from trine.record.model import RankSource
 
+from ._packed import packed
 from .pool import RANK_TIMEOUT_S, Outcome, reduce_source
+from .results import RankSummary
 from .selection import Selection
 
 __all__ = ["reduce_on_dask"]
@@ -64,7 +66,8 @@ def _reduce(source: RankSource, selection: Selection) -> Outcome:
             f"{source.name} is not there for the Dask worker on {socket.gethostname()}; "
             "workers must see the files under the same path (a shared file system), or analyse without --scheduler"
         )
-    return reduce_source(source, selection)
+    outcome = reduce_source(source, selection)
+    return packed(outcome) if isinstance(outcome, RankSummary) else outcome
 
 
 def _package() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -12,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pool_readers
 import pytest
+from analysis_tables import summary_of
 
 import trine
 from trine.analyzers import Analysis, analyze, parse_selection, to_json
+from trine.analyzers._packed import PackedParts, packed
 from trine.analyzers.pool import reduce_in_pool
 from trine.record.errors import UnreadableInput, UsageError
 from trine.record.model import Job, Rank, RankSource
@@ -133,6 +136,16 @@ def test_a_caller_needs_no_main_guard(tmp_path: Path) -> None:
 def test_real_ranks_in_a_pool_give_what_one_process_gives(data: Path) -> None:
     job = trine.load(data / "traces" / "kineto" / "torchrec_straggler_v100")
     assert to_json(analyze(job, workers=2)) == to_json(analyze(job, workers=1))
+
+
+def test_parts_stay_packed_until_they_are_taken() -> None:
+    parts = {"groups": [1, 2], "path": {"a": (3,)}}
+    summary = packed(summary_of(0))
+    assert len(summary.parts) == 0 and "groups" not in summary.parts
+    kept = PackedParts(parts)
+    assert dict(kept) == parts and kept.get("absent") is None
+    assert kept["groups"] is not kept["groups"]
+    assert dict(pickle.loads(pickle.dumps(kept))) == parts
 
 
 def test_importing_the_analyzers_is_cheap() -> None:
