@@ -153,8 +153,8 @@ class Columns:
                 if MISSING not in (start, end):  # else its missing time is counted with the others
                     begin.dur = msgspec.Raw(f"{(end - start) // 1000}.{(end - start) % 1000:03}".encode())
                 action = action_of(begin.cat)
-                known = action is not None and action < DEVICE
-                found.groups.setdefault(action if known else ANNOTATION, []).append(begin)
+                kind = action if action is not None and action < DEVICE else ANNOTATION
+                found.groups.setdefault(kind, []).append(begin)
 
     # --- one kind of event each ----------------------------------------------------------------
 

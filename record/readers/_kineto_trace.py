@@ -136,8 +136,9 @@ def _own(trace: Trace, part: Part) -> tuple[dict[str, dict[str, Any] | None], li
         own = {}
         for name, columns in trace.tables.items():
             rows = part.rows.get(name)
-            picked = columns is not None and rows is not None and len(rows) > 0
-            own[name] = {key: column[rows] for key, column in columns.items()} if picked else None
+            own[name] = None
+            if columns is not None and rows is not None and len(rows):
+                own[name] = {key: column[rows] for key, column in columns.items()}
         marked = []
         for side, row, arguments in trace.columns.collectives:
             rows = part.rows[side]
