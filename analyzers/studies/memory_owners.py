@@ -302,7 +302,7 @@ def _leaks(book: Ledger, ends: Array) -> tuple[Leak, ...]:
     table, time = book.table, book.time_ns
     if not len(time):
         return ()
-    ends = ends[(ends >= time[0]) & (ends <= time[-1] + 1)]
+    ends = ends[(ends >= time[0]) & (ends - 1 <= time[-1])]
     if book.paired is None or len(ends) < 2:
         return ()
     known = book.paired.start >= 0

@@ -160,7 +160,7 @@ def _numbers(data: bytes, kind: type, columns: int) -> Array | None:
 def _fill_from_events(rank: Rank, rows: Array) -> None:
     time, action, amount, category = rows.T
     odd = (action < 1) | (action > _DESTROYED) | (category < 0) | (category >= len(_CATEGORIES))
-    odd |= np.abs(amount) > 1 << 50
+    odd |= (np.abs(amount) > 1 << 50) | (time > 1 << 61)
     if odd.any():
         rank.note(
             "memory-odd-events", "warning", f"{int(odd.sum())} rows are of no known kind and were left out"
