@@ -27,6 +27,9 @@ __all__ = ["Blame", "blame", "collective_results", "communications", "heat_cells
 
 Array = npt.NDArray[Any]
 
+#: Ranks whose median stands for all others': more change nothing and cost time.
+_MOST_OTHERS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Blame:
@@ -149,8 +152,8 @@ def communications(blames: Sequence[Blame], summaries: Mapping[int, RankSummary]
             if len(guilty):
                 tally.caused += int(caused[guilty].sum())
                 tally.lateness += int(one.late[guilty].sum())
-                rows = one.calls.rows[guilty, column]
-                _note_doings(tally, summaries[rank], rows, one.late[guilty], in_phases)
+                doings = _doings(one, column, guilty, summaries, in_phases)
+                _note_doings(tally, doings, one.late[guilty].tolist())
     return {rank: _communication(tally) for rank, tally in tallies.items()}
 
 
@@ -162,20 +165,55 @@ def _steady(summary: RankSummary, rows: Array) -> Array:
     return ~np.isin(table["step"][rows], np.array(statistics.warm_up, dtype=np.int64))
 
 
-def _note_doings(
-    tally: _Tally,
-    summary: RankSummary,
-    rows: Array,
-    late: Array,
+def _doings(
+    one: Blame,
+    column: int,
+    guilty: Array,
+    summaries: Mapping[int, RankSummary],
     in_phases: Callable[[int, int], Doing],
-) -> None:
-    table = summary.collectives
-    steps = table["step"][rows] if table is not None else np.full(len(rows), MISSING)
-    for row, amount, step in zip(rows.tolist(), late.tolist(), steps.tolist(), strict=True):
-        activity = summary.activity[row] if summary.activity else "unknown"
-        example = summary.activity_example[row] if summary.activity_example else None
-        if activity == "unknown":
-            activity, example = in_phases(summary.rank, step) or (activity, example)
+) -> list[tuple[str, str | None]]:
+    """What the rank of a column did before each of the calls that it is guilty of, with an example: the activity that
+    took it longest beyond the others' median before the same call. Where the others are not known, the longest."""
+    summary, rows = summaries[one.calls.ranks[column]], one.calls.rows[guilty, column]
+    activities = [summary.activity[row] if summary.activity else "unknown" for row in rows.tolist()]
+    examples = [summary.activity_example[row] if summary.activity_example else None for row in rows.tolist()]
+    if summary.activity_ns:
+        excess = _excess(one, column, guilty, summaries)
+        if excess is not None:
+            names = list(summary.activity_ns)
+            worst = excess.argmax(axis=1)
+            for place, (row, most) in enumerate(zip(rows.tolist(), worst.tolist(), strict=True)):
+                if excess[place, most] > 0 and activities[place] != "unknown":
+                    activities[place] = names[most]
+                    examples[place] = summary.activity_spans.get(names[most], {}).get(row)
+    if "unknown" in activities:
+        table = summary.collectives
+        steps = table["step"][rows] if table is not None else np.full(len(rows), MISSING)
+        for place, step in enumerate(steps.tolist()):
+            if activities[place] == "unknown" and (found := in_phases(summary.rank, step)) is not None:
+                activities[place], examples[place] = found
+    return list(zip(activities, examples, strict=True))
+
+
+def _excess(one: Blame, column: int, guilty: Array, summaries: Mapping[int, RankSummary]) -> Array | None:
+    """Time in each activity before the calls beyond the other ranks' median, of shape (calls, activities)."""
+    names = list(summaries[one.calls.ranks[column]].activity_ns)
+    others = [
+        place for place, rank in enumerate(one.calls.ranks) if place != column and summaries[rank].activity_ns
+    ][:_MOST_OTHERS]
+    if not others:
+        return None
+
+    def shares(place: int) -> Array:
+        known, rows = summaries[one.calls.ranks[place]].activity_ns, one.calls.rows[guilty, place]
+        none = np.zeros(len(rows), dtype=np.int64)
+        return np.stack([known[name][rows] if name in known else none for name in names], axis=1)
+
+    return np.asarray(shares(column) - np.median(np.stack([shares(place) for place in others]), axis=0))
+
+
+def _note_doings(tally: _Tally, doings: list[tuple[str, str | None]], late: list[int]) -> None:
+    for (activity, example), amount in zip(doings, late, strict=True):
         tally.doing[activity] += amount
         if example is not None and amount > tally.examples.get(activity, (0, ""))[0]:
             tally.examples[activity] = (amount, example)

@@ -157,7 +157,8 @@ class LateActivity:
 class RankSummary:
     """One rank, reduced. ``collectives`` has the model's columns, its own compact strings, and only
     rows of the selected window; ``activity`` (same length, text) says what the rank was doing in the
-    gap before each of its collectives, ``activity_example`` names it."""
+    gap before each of its collectives, ``activity_example`` names it; ``activity_ns`` divides that gap
+    (activity → ns) and ``activity_spans`` names spans (activity → row → name)."""
 
     rank: int
     source: str
@@ -174,6 +175,8 @@ class RankSummary:
     collectives: Table | None
     activity: tuple[str, ...] = ()
     activity_example: tuple[str | None, ...] = ()
+    activity_ns: Mapping[str, Any] = field(default_factory=dict)
+    activity_spans: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     memory: MemorySummary | None = None
     kernels: tuple[NamedTime, ...] = ()
     operators: tuple[NamedTime, ...] = ()

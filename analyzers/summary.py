@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trine.record.model import MISSING, SCHEMAS, Quality, Rank, Strings, Table
 
-from .activity import before_collectives
+from .activity import Before, before_collectives, joined_befores
 from .breakdown import break_down, device_rows, has_device_work, windows_in
 from .memory import summarize_memory
 from .memory_attribution import with_memory_owners
@@ -39,7 +39,7 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
     selected = select(rank, selection)
     breakdown, missing = break_down(rank, selection)
     quality = [*rank.quality, *(note for window in rank.windows for note in window.quality)]
-    collectives, activity, examples = _collectives(rank, selected, selection, quality)
+    collectives, before = _collectives(rank, selected, selection, quality)
     steps = _steps(rank, selected)
     parts = [(rank, selected)] if rank.format != "trine" else windows_in(rank, selection)
     kernels, operators, dtypes = _named_times(parts)
@@ -71,8 +71,10 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
         phases_ns=phase_sums(sampled),
         step_statistics=step_statistics(sampled),
         collectives=collectives,
-        activity=activity,
-        activity_example=examples,
+        activity=before.activity,
+        activity_example=before.example,
+        activity_ns=before.shares_ns,
+        activity_spans=before.examples,
         memory=memory,
         kernels=kernels,
         operators=operators,
@@ -92,22 +94,20 @@ def _steps(rank: Rank, selected: Selected) -> Table | None:
 
 def _collectives(
     rank: Rank, selected: Selected, selection: Selection, quality: list[Quality]
-) -> tuple[Table | None, tuple[str, ...], tuple[str | None, ...]]:
+) -> tuple[Table | None, Before]:
     """The selected collectives with what the rank did before each."""
     table = rank.collectives
     untimed = table is None or bool((table["end_ns"] == MISSING).all())
     if untimed and rank.windows:
         # The always-on table of NCCL has no ends; deep windows have.
         parts = [_reduced(window, chosen) for window, chosen in windows_in(rank, selection)]
-        tables = [part for part, _, _ in parts if part is not None and len(part)]
+        tables = [part for part, _ in parts if part is not None and len(part)]
         if tables:
             message = (
                 "starts and ends of collectives are known in deep windows only; transfer and wait cover those"
             )
             quality.append(Quality("collectives-from-window", "info", message, rank.rank))
-            activity = tuple(one for _, activities, _ in parts for one in activities)
-            examples = tuple(one for _, _, found in parts for one in found)
-            return _concatenated(tables), activity, examples
+            return _concatenated(tables), joined_befores([before for _, before in parts])
     return _reduced(rank, selected)
 
 
@@ -122,13 +122,12 @@ def _concatenated(tables: list[Table]) -> Table:
     return Table(tables[0].name, {name: np.concatenate(parts) for name, parts in columns.items()}, strings)
 
 
-def _reduced(rank: Rank, selected: Selected) -> tuple[Table | None, tuple[str, ...], tuple[str | None, ...]]:
+def _reduced(rank: Rank, selected: Selected) -> tuple[Table | None, Before]:
     table = rank.collectives
     if table is None:
-        return None, (), ()
+        return None, Before()
     rows = np.flatnonzero(_collectives_in(rank, table, selected))
-    activity, examples = before_collectives(rank, rows)
-    return table.select(rows).compact(), activity, examples
+    return table.select(rows).compact(), before_collectives(rank, rows)
 
 
 def _collectives_in(rank: Rank, table: Table, selected: Selected) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from analysis_tables import calls_at, rank_of
 
-from trine.analyzers.activity import before_collectives
+from trine.analyzers.activity import Before, before_collectives, joined_befores
 from trine.record.model import Rank
 
 ROWS = np.arange(2)
@@ -13,8 +13,8 @@ ROWS = np.arange(2)
 
 def doing(rank: Rank) -> tuple[str, str | None]:
     """Activity and example before the second of two collectives, at 100–110 and 200–210."""
-    activity, example = before_collectives(rank, ROWS)
-    return activity[1], example[1]
+    before = before_collectives(rank, ROWS)
+    return before.activity[1], before.example[1]
 
 
 def on_device(device=(), host=()) -> Rank:
@@ -89,10 +89,36 @@ def test_a_call_without_a_gap_was_prepared_while_the_one_before_it_ran() -> None
 
 def test_the_first_collective_looks_back_to_the_beginning() -> None:
     rank = on_device([(20, 90, "compute", -1, 0, "forward")], [OPERATOR])
-    assert before_collectives(rank, ROWS)[0][0] == "compute"
+    assert before_collectives(rank, ROWS).activity[0] == "compute"
 
 
 def test_untimed_collectives_are_unknown() -> None:
     rank = rank_of(host=[OPERATOR], collectives=[{"operation": "all_reduce", "issued_ns": 5}] * 2)
-    assert before_collectives(rank, ROWS) == (("unknown", "unknown"), (None, None))
-    assert before_collectives(rank_of(), np.arange(0)) == ((), ())
+    before = before_collectives(rank, ROWS)
+    assert (before.activity, before.example) == (("unknown", "unknown"), (None, None))
+    assert before_collectives(rank_of(), np.arange(0)) == Before()
+
+
+def test_a_frame_is_named_by_what_it_did_itself() -> None:
+    """The frame that called the operators and the sleep lasts longer than the sleep, and says less."""
+    host = [
+        (111, 195, "python", "forward"),
+        (112, 150, "operator", "aten::mm", 1, 0),
+        (150, 190, "python", "sleep", 1, 0),
+    ]
+    calls = calls_at([100, 200], [110, 210])
+    before = before_collectives(rank_of(host=host, collectives=calls), ROWS)
+    assert before.activity[1] == "python" and before.example[1] == "sleep"
+    assert {name: int(share[1]) for name, share in before.shares_ns.items() if share[1]} == {
+        "compute": 38,
+        "python": 52,
+    }
+    assert before.examples["compute"] == {1: "aten::mm"}
+
+
+def test_windows_of_one_rank_follow_each_other() -> None:
+    before = before_collectives(on_device(host=[OPERATOR, (115, 190, "loader", "next")]), ROWS)
+    joined = joined_befores([before, before])
+    assert joined.activity == before.activity * 2 and joined.example[3] == "next"
+    assert joined.examples["loader"] == {1: "next", 3: "next"}
+    assert joined.shares_ns["loader"].tolist() == before.shares_ns["loader"].tolist() * 2

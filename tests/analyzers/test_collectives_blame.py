@@ -123,6 +123,37 @@ def test_what_the_late_rank_was_doing_is_weighed_by_its_lateness() -> None:
     ]
 
 
+def test_what_made_a_rank_late_is_what_it_did_beyond_the_others() -> None:
+    """It slept 30 ms before 100 ms of work that all ranks do: the work is longer, the sleep is the reason."""
+
+    def beside(late_python: int, late_compute: int) -> list[tuple[str, int, str | None]]:
+        others = [
+            summary_of(
+                rank,
+                calls_at([200 * MS], [260 * MS]),
+                activity=["compute"],
+                activity_ns={"compute": np.array([100 * MS]), "python": np.array([5 * MS])},
+            )
+            for rank in (0, 1)
+        ]
+        late = summary_of(
+            2,
+            calls_at([230 * MS], [260 * MS]),
+            activity=["compute"],
+            activity_example=("aten::linear",),
+            activity_ns={"python": np.array([late_python * MS]), "compute": np.array([late_compute * MS])},
+            activity_spans={"python": {0: "sleep"}, "compute": {0: "aten::linear"}},
+        )
+        share = concluded(*others, late).ranks[2].communication
+        assert share is not None
+        return [(one.activity, one.total_ns, one.example) for one in share.late_doing]
+
+    assert beside(35, 100) == [("python", 30 * MS, "sleep")]
+    assert beside(5, 130) == [("compute", 30 * MS, "aten::linear")]
+    # Nothing took it longer than the others: the longest remains.
+    assert beside(5, 100) == [("compute", 30 * MS, "aten::linear")]
+
+
 def test_waits_are_never_below_zero_and_untimed_calls_count_nothing() -> None:
     one = [*calls_at([0, 20], [10, 30]), {"operation": "all_reduce", "group": "0"}]
     other = [*calls_at([9, 12], [5, 30]), {"operation": "all_reduce", "group": "0"}]
