@@ -70,6 +70,13 @@ def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
     if worst is not None and worst.id == "desync":
         # A job that stands still is not bound by anything: it never comes to an end.
         return Verdict(f"This job hangs: {_lower(worst.title)}.", worst.id, _told(worst), centre, points)
+    if worst is not None and worst.id == "out-of-memory":
+        # The failure itself is in the file; that takes no steps to be sure of.
+        text = f"This run fails: {_lower(worst.title)}{_advice(facts, worst)}."
+        return Verdict(text, worst.id, "high", centre, points)
+    if worst is not None and worst.id == "memory-leak":
+        steps = worst.evidence.get("steps", 0)
+        sure = "high" if steps >= SURE_STEPS else "medium"
     if worst is not None:
         name = _BOUND.get(worst.id, worst.id)
         text = f"This run is held back by {name}: {_lower(worst.title)}{_advice(facts, worst)}."

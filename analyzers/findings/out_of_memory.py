@@ -33,14 +33,14 @@ def find(facts: Facts) -> Finding | None:
         failure.unused_bytes is not None
         and failure.unused_bytes >= FRAGMENTED_SHARE * failure.requested_bytes
     )
-    most = part.owners[0] if part.owners else None
+    most = max(part.categories, key=lambda name: _bytes(part, name), default=None)
     title = f"Rank {part.rank} ran out of memory: {size(failure.requested_bytes)} were asked for"
     title += f" by {failure.owner}" if failure.owner else ""
     title += f", {size(failure.free_bytes)} were free" if failure.free_bytes is not None else ""
     if unusable and failure.unused_bytes is not None:
         title += f", while {size(failure.unused_bytes)} lay reserved and in pieces"
     elif most is not None and part.peak_bytes:
-        title += f"; {most.category.replace('_', ' ')} hold the most ({percent(_share(part, most.category))} of the peak)"
+        title += f"; most of the peak is {most.replace('_', ' ')} ({percent(_bytes(part, most) / part.peak_bytes)})"
     return Finding(
         id=ID,
         kind=KIND,
@@ -63,10 +63,6 @@ def find(facts: Facts) -> Finding | None:
 def _bytes(part: RankMemory, category: str) -> int:
     at = max(range(len(part.totals)), key=lambda place: part.totals[place])
     return part.levels[part.categories.index(category)][at]
-
-
-def _share(part: RankMemory, category: str) -> float:
-    return _bytes(part, category) / part.peak_bytes if category in part.categories else 0.0
 
 
 def _recommendation(

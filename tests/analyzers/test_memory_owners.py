@@ -235,7 +235,15 @@ def test_out_of_memory_names_who_asked_and_what_would_help(tmp_path: Path) -> No
     assert "64.0 MiB were asked for by me/model.py:16 forward, 3.00 MiB were free" in found.title
     assert found.recommendation is not None and found.recommendation.change == {"checkpointing.mode": "full"}
     assert found.recommendation.predicted is not None
-    assert analysis.verdict.bound_by == "out-of-memory"
+    assert found.title.endswith("most of the peak is activations (67 %)")
+    assert (analysis.verdict.bound_by, analysis.verdict.confidence) == ("out-of-memory", "high")
+    # What a change frees is that of the whole curve, in every rule that speaks of it.
+    freed_by = {each.change: each.freed_bytes for each in owners(analysis).frees}
+    for id, change in (
+        ("checkpointing-would-free", "checkpointing"),
+        ("offload-would-free", "offload optimizer state"),
+    ):
+        assert findings(analysis)[id].evidence["freed_bytes"] == freed_by[change]
     assert "out-of-memory" not in findings(analysis_of(tmp_path, training(steps=2)))
 
 
