@@ -53,9 +53,16 @@ def find(facts: Facts) -> Finding | None:
         kind=KIND,
         title=statement(first),
         evidence=evidence,
-        recommendation=Recommendation(change={}, why=_WHY[first.kind], numerics="unchanged", predicted=None),
+        recommendation=Recommendation(
+            change={}, why=_why(first, result), numerics="unchanged", predicted=None
+        ),
         severity=SEVERITY,
     )
+
+
+def _why(culprit: Culprit, result: Desync) -> str:
+    unseen = culprit.kind == "missing" and "gloo" in result.backends
+    return _WHY[culprit.kind] + (" Gloo records no sends and receives: it may hang in one." if unseen else "")
 
 
 def _evidence(culprit: Culprit) -> dict[str, Any]:

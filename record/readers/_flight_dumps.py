@@ -51,6 +51,8 @@ def read_dump(path: Path) -> tuple[dict[str, Any], bool]:
     Raises ``UnreadableInput`` with one line.
     """
     data = read_bytes(path)
+    if not data:
+        raise UnreadableInput(f"{path} is empty: the rank was stopped before it could write its dump")
     if is_pickle(data[:2]):
         value: Any = load(data, str(path))
         cut = False

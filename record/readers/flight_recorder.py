@@ -9,6 +9,7 @@ completed sequence. Written from what torch/csrc/distributed/c10d/FlightRecorder
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ _KNOWN_VERSION = (2, 10)
 #: Files looked into for the size of the world: not every rank's dump names the default group's ranks.
 _MOST_LOOKED_INTO = 8
 
+#: What PyTorch calls its dumps.
+_NAME = re.compile(r".*(?:comm_lib|nccl)_trace_rank_\d+")
+
 _STATUS = {
     "last_enqueued": "last_enqueued_collective",
     "last_started": "last_started_collective",
@@ -37,9 +41,13 @@ _DEFAULT_GROUPS = ("0", "")
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a file is a dump, by its first bytes."""
+    """Whether a file is a dump, by its first bytes. An empty one of a dump's name is what a rank leaves that was
+    killed before it could write: that rank is to be missed aloud."""
     try:
-        return path.is_file() and is_dump(head_of(path))
+        if not path.is_file():
+            return False
+        head = head_of(path)
+        return is_dump(head) or (not head and path.stat().st_size == 0 and bool(_NAME.fullmatch(path.name)))
     except OSError:
         return False
 

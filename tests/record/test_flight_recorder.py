@@ -117,6 +117,19 @@ def test_gzip_and_strange_elements(tmp_path: Path) -> None:
     assert note.message.startswith("3 elements")
 
 
+def test_an_empty_dump_is_a_rank_that_could_not_write(tmp_path: Path) -> None:
+    path = tmp_path / "comm_lib_trace_rank_3"
+    path.touch()
+    assert flight_recorder.recognizes(path)
+    with pytest.raises(UnreadableInput, match="is empty: the rank was stopped"):
+        open_job(path).rank(3)
+    other = tmp_path / "notes"
+    other.touch()
+    assert not flight_recorder.recognizes(other)
+    job = open_paths([Dump(0, 4).calls(1).write(tmp_path), path], tmp_path)
+    assert job.rank_ids == (0, 3)
+
+
 class Evil:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("touch gotcha",)
