@@ -71,9 +71,9 @@ def test_a_reader_that_hangs_is_given_up() -> None:
     job = job_of(pool_readers.read_for_ever, pool_readers.read_plain)
     outcomes = {
         source.rank: outcome
-        for source, outcome in reduce_in_pool(job.sources, parse_selection("all"), 2, timeout_s=4)
+        for source, outcome in reduce_in_pool(job.sources, parse_selection("all"), 2, timeout_s=8)
     }
-    assert isinstance(outcomes[0], UnreadableInput) and "within 4 s" in str(outcomes[0])
+    assert isinstance(outcomes[0], UnreadableInput) and "within 8 s" in str(outcomes[0])
     assert not isinstance(outcomes[1], Exception)
 
 
