@@ -143,7 +143,10 @@ def test_states_of_a_record(tmp_path: Path) -> None:
 
 def test_snapshots_dumps_schedules_and_profiles_are_runs_too(data: Path) -> None:
     runs = {run.id.partition("/")[2]: run for run in Catalogue([data / "traces"]).runs()}
-    assert (runs["flight_recorder/gloo_desync"].kind, runs["flight_recorder/gloo_desync"].files) == ("traces", 8)
+    assert (runs["flight_recorder/gloo_desync"].kind, runs["flight_recorder/gloo_desync"].files) == (
+        "traces",
+        8,
+    )
     assert runs["pipeline_schedule/pp8"].format == "pipeline_schedule"
     assert runs["nsys/healthy_1pct.sqlite"].format == "nsight"
     snapshots = [name for name in runs if name.startswith("memory_snapshot/")]

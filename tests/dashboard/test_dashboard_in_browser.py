@@ -313,7 +313,7 @@ def test_what_cannot_be_shown_says_why(page: Any, site: Site, run: str) -> None:
 
 
 def test_names_from_traces_are_shown_and_not_run(page: Any, site: Site) -> None:
-    for name in ("overview", "timeline", "communication", "memory", "recommendations"):
+    for name in ("overview", "explain", "timeline", "communication", "memory", "recommendations"):
         page.goto(site(name, "evil/evil.json"))
         settle(page)
         if name == "timeline":
