@@ -66,47 +66,58 @@ def older_dumps(lines: Sequence[GroupLine], families: Sequence[str]) -> frozense
     return frozenset(older)
 
 
-def blocked(
-    line: GroupLine, older: frozenset[int], rings: Mapping[int, Ring], from_column: int = 0
-) -> Node | None:
+def blocked(line: GroupLine, older: frozenset[int], rings: Mapping[int, Ring]) -> Node | None:
     """The first call of a group that holds ranks up; None where nothing is pending."""
     pending = (line.state != COMPLETED) & (line.call != ABSENT)
     for column in np.flatnonzero(pending.any(axis=0)).tolist():
-        if column < from_column:
-            continue
-        sequence = int(line.sequences[column])
-        waiting = [line.ranks[row] for row in np.flatnonzero(pending[:, column])]
-        missing = [
-            rank
-            for row, rank in enumerate(line.ranks)
-            if line.call[row, column] == ABSENT
-            and line.enqueued[row] != MISSING
-            and line.enqueued[row] < sequence
-            and rank not in older
-        ]
+        missing = _missing_from(line, column, older)
         completed = bool((line.state[:, column] == COMPLETED).any())
-        if completed and not missing:
-            continue  # some have left already: it is being completed
-        states = line.state[:, column]
-        begun = bool((states >= STARTED).any())
-        unstarted = [
-            rank
-            for row, rank in enumerate(line.ranks)
-            if begun and pending[row, column] and states[row] < STARTED and rings[rank].says_states
-        ]
-        rows = {rank: row for rank in waiting if (row := find_call(rings[rank], line, sequence)) is not None}
-        return Node(
-            line.id,
-            line.description,
-            sequence,
-            line,
-            None,
-            rows,
-            missing=tuple(missing),
-            unstarted=tuple(unstarted),
-            unknown=() if completed else line.absent,
-        )
+        if missing or not completed:  # where some have left and none is missing, it is being completed
+            return _node(line, column, missing, () if completed else line.absent, rings)
     return None
+
+
+def _missing_from(line: GroupLine, column: int, older: frozenset[int]) -> tuple[int, ...]:
+    """Ranks that never entered a call of the line."""
+    sequence = int(line.sequences[column])
+    return tuple(
+        rank
+        for row, rank in enumerate(line.ranks)
+        if line.call[row, column] == ABSENT
+        and line.enqueued[row] != MISSING
+        and line.enqueued[row] < sequence
+        and rank not in older
+    )
+
+
+def _node(
+    line: GroupLine,
+    column: int,
+    missing: tuple[int, ...],
+    unknown: tuple[int, ...],
+    rings: Mapping[int, Ring],
+) -> Node:
+    sequence, states = int(line.sequences[column]), line.state[:, column]
+    waiting = [
+        rank
+        for row, rank in enumerate(line.ranks)
+        if line.call[row, column] != ABSENT and states[row] != COMPLETED
+    ]
+    rows = {rank: row for rank in waiting if (row := find_call(rings[rank], line, sequence)) is not None}
+    begun = bool((states >= STARTED).any())
+    state_of = dict(zip(line.ranks, states.tolist(), strict=True))
+    unstarted = [rank for rank in waiting if begun and state_of[rank] < STARTED and rings[rank].says_states]
+    return Node(
+        line.id,
+        line.description,
+        sequence,
+        line,
+        None,
+        rows,
+        missing=missing,
+        unstarted=tuple(unstarted),
+        unknown=unknown,
+    )
 
 
 def _peer_nodes(found: Sequence[Exchange], rings: Mapping[int, Ring]) -> list[Node]:

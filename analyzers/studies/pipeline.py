@@ -122,30 +122,17 @@ def _of_replica(rows: Sequence[Work], layout: Layout, corrections: Mapping[int, 
         return None
     offsets = [corrections.get(work.rank, 0) for work in rows]
     at = [np.searchsorted(work.iterations, common) for work in rows]
-    lengths = _window(rows, at, offsets)[1]
-    checks = check_clocks(rows, offsets, layout, int(np.median(lengths)))
+    checks = check_clocks(rows, offsets, layout, int(np.median(_window(rows, at, offsets)[1])))
     offsets = [offset + check.applied_ns for offset, check in zip(offsets, checks, strict=True)]
     begin, length = _window(rows, at, offsets)
-    warm_up = find_warm_up(length)
-    steady = np.arange(len(common)) >= warm_up
+    steady = np.arange(len(common)) >= find_warm_up(length)
     stages = tuple(
         _stage(work, places, begin - offset, length, steady)
         for work, places, offset in zip(rows, at, offsets, strict=True)
     )
-    computes = [stage.compute_ns for stage in stages]
-    each = np.array([work.compute[places] for work, places in zip(rows, at, strict=True)])[:, steady]
-    longest = int(np.argmax(computes))
-    median = float(np.median(computes))
-    microbatches = int(np.median(np.concatenate([work.counts for work in rows])))
     drawn, spans, cut = _drawing(rows, layout, common, length, steady, offsets)
-    schedule = _schedule(rows, layout, drawn)
-    times = _times(stages)
-    ideal = ideal_bubble(schedule, len(rows) + len(layout.missing), microbatches, layout.chunks, times)
     return Pipeline(
         source=rows[0].source,
-        schedule=schedule,
-        microbatches=microbatches,
-        chunks=layout.chunks,
         replicas=len(layout.replicas),
         iterations=int(steady.sum()),
         warm_up=tuple(int(number) for number in common[~steady]),
@@ -153,17 +140,46 @@ def _of_replica(rows: Sequence[Work], layout: Layout, corrections: Mapping[int, 
         stages=stages,
         missing_stages=layout.missing,
         bubble_ratio=sum(stage.bubble_ratio for stage in stages) / len(stages),
-        ideal_ratio=ideal.ratio if ideal is not None else None,
-        ideal_formula=ideal.formula if ideal is not None else None,
-        slowest=stages[longest].rank,
-        slowest_share=float((each[longest] == each.max(axis=0)).mean()),
-        imbalance=max(computes) / median - 1 if median else 0.0,
+        **_beside_the_ideal(rows, layout, drawn, stages),
+        **_evenness(rows, at, steady, stages),
         clocks=tuple(check for check in checks if check.contradiction_ns > 0),
         drawn=drawn,
         spans=spans,
         cut=cut,
         inferred_stages=layout.inferred,
     )
+
+
+def _beside_the_ideal(
+    rows: Sequence[Work], layout: Layout, drawn: int, stages: Sequence[StageBubble]
+) -> dict[str, Any]:
+    """The schedule and what it would leave idle at best."""
+    schedule = _schedule(rows, layout, drawn)
+    microbatches = int(np.median(np.concatenate([work.counts for work in rows])))
+    count = len(rows) + len(layout.missing)
+    ideal = ideal_bubble(schedule, count, microbatches, layout.chunks, _times(stages))
+    return {
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "chunks": layout.chunks,
+        "ideal_ratio": ideal.ratio if ideal is not None else None,
+        "ideal_formula": ideal.formula if ideal is not None else None,
+    }
+
+
+def _evenness(
+    rows: Sequence[Work], at: Sequence[Array], steady: Array, stages: Sequence[StageBubble]
+) -> dict[str, Any]:
+    """Which stage computes longest, by how much, and in how many iterations."""
+    computes = [stage.compute_ns for stage in stages]
+    each = np.array([work.compute[places] for work, places in zip(rows, at, strict=True)])[:, steady]
+    longest = int(np.argmax(computes))
+    median = float(np.median(computes))
+    return {
+        "slowest": stages[longest].rank,
+        "slowest_share": float((each[longest] == each.max(axis=0)).mean()),
+        "imbalance": max(computes) / median - 1 if median else 0.0,
+    }
 
 
 def _window(rows: Sequence[Work], at: Sequence[Array], offsets: Sequence[int]) -> tuple[Array, Array]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnreadableInput
-from ..model import MISSING, Group, Job, Quality, Rank, RankSource, Strings, Table
+from ..model import Group, Job, Quality, Rank, RankSource, Strings
 from ._flight_dumps import head_of, is_dump, is_pickle, ranks_of_text, read_dump, whole_number
+from ._flight_entries import entries_table, group_of, record_of
 from ._names import natural, rank_of_name
 
 __all__ = ["FORMAT", "open_job", "open_paths", "read_source", "recognizes"]
@@ -144,7 +145,7 @@ def _rank_within(path: Path) -> int | None:
         name = str(entry.get("profiling_name", "")) if isinstance(entry, dict) else ""
         kind, _, pair = name.rpartition(":")[2].partition(" ")
         first = pair.replace("<-", "->").partition("->")[0]
-        if kind in ("send", "recv") and first.isdecimal() and _group_of(entry)[0] in _DEFAULT_GROUPS:
+        if kind in ("send", "recv") and first.isdecimal() and group_of(entry)[0] in _DEFAULT_GROUPS:
             return int(first)
     return None
 
@@ -155,9 +156,9 @@ def read_source(source: RankSource) -> Rank:
     rank = Rank(source.rank, str(source.path), FORMAT, Strings())
     entries = [entry for entry in dump.get("entries", ()) if isinstance(entry, dict)]
     strange = len(dump.get("entries", ())) - len(entries)
-    entries.sort(key=_record)
+    entries.sort(key=record_of)
     status = _status(dump)
-    rank.flight_recorder = _table(entries, status, rank.strings)
+    rank.flight_recorder = entries_table(entries, status, rank.strings)
     rank.groups = _groups(dump, entries, status)
     rank.world_size = _world_of(rank.groups)
     lost = _lost(entries)
@@ -182,22 +183,8 @@ def read_source(source: RankSource) -> Rank:
 
 def _lost(entries: list[dict[str, Any]]) -> int:
     """Entries that the recorder numbered and the dump lacks: older ones, or all that were not active."""
-    numbers = [number for entry in entries if (number := _record(entry)) >= 0]
+    numbers = [number for entry in entries if (number := record_of(entry)) >= 0]
     return max(numbers[-1] + 1 - len(numbers), 0) if numbers else 0
-
-
-def _record(entry: dict[str, Any]) -> int:
-    number = whole_number(entry.get("record_id", entry.get("id")))
-    return MISSING if number is None else number
-
-
-def _group_of(entry: dict[str, Any]) -> tuple[str, str | None]:
-    """Name and description; before version 2 an entry has its group's number alone."""
-    pair = entry.get("process_group")
-    if isinstance(pair, (list, tuple)) and pair:
-        described = str(pair[1]) if len(pair) > 1 and pair[1] not in (None, "", "undefined") else None
-        return str(pair[0]), described
-    return str(entry.get("pg_id", "0")), None
 
 
 def _configs(dump: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -213,7 +200,7 @@ def _status(dump: dict[str, Any]) -> dict[str, dict[str, int | None]]:
     NCCL keeps it by the process's own number of the group, which the entries translate into its name.
     """
     names = {
-        str(entry.get("pg_id")): _group_of(entry)[0]
+        str(entry.get("pg_id")): group_of(entry)[0]
         for entry in dump.get("entries", ())
         if isinstance(entry, dict) and entry.get("pg_id") is not None
     }
@@ -230,11 +217,6 @@ def _status(dump: dict[str, Any]) -> dict[str, dict[str, int | None]]:
     return found
 
 
-def _sequence(entry: dict[str, Any]) -> int:
-    number = whole_number(entry.get("collective_seq_id", entry.get("seq_id")))
-    return MISSING if number is None else number
-
-
 def _groups(dump: dict[str, Any], entries: list[dict[str, Any]], status: dict[str, Any]) -> tuple[Group, ...]:
     """The groups that the dump describes, and those that its entries name without a description.
 
@@ -243,7 +225,7 @@ def _groups(dump: dict[str, Any], entries: list[dict[str, Any]], status: dict[st
     """
     described: dict[str, str | None] = dict.fromkeys(status)
     for entry in entries:
-        name, text = _group_of(entry)
+        name, text = group_of(entry)
         described[name] = described.get(name) or text
     known = {
         str(config.get("name") or name): (
@@ -262,110 +244,6 @@ def _groups(dump: dict[str, Any], entries: list[dict[str, Any]], status: dict[st
         )
         for name in names
     )
-
-
-# --- the table -----------------------------------------------------------------------------------
-
-
-def _table(entries: list[dict[str, Any]], status: dict[str, Any], strings: Strings) -> Table:
-    says_states = any(entry.get("state") in ("started", "completed") for entry in entries)
-    columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
-    for entry in entries:
-        group, _ = _group_of(entry)
-        name = str(entry.get("profiling_name", "unknown"))
-        operation = name.partition(":")[2] or name
-        row = {
-            "record": _record(entry),
-            "group": strings.code(group),
-            "sequence": _sequence(entry),
-            "peer_sequence": _number(entry.get("p2p_seq_id")),
-            "is_peer": int(bool(entry.get("is_p2p", operation.partition(" ")[0] in ("send", "recv")))),
-            "operation": strings.code(operation),
-            "in_shapes": strings.code(_shapes(entry.get("input_sizes"))),
-            "out_shapes": strings.code(_shapes(entry.get("output_sizes"))),
-            "in_types": strings.code(_types(entry.get("input_dtypes"))),
-            "out_types": strings.code(_types(entry.get("output_dtypes"))),
-            "state": strings.code(_state(entry, status.get(group), says_states)),
-            "created_ns": _time(entry.get("time_created_ns")),
-            "started_ns": _time(entry.get("time_discovered_started_ns")),
-            "completed_ns": _time(entry.get("time_discovered_completed_ns")),
-            "timeout_ns": _milliseconds(entry.get("timeout_ms")),
-            "thread": strings.code(_thread(entry)),
-            "stack": strings.code(_stack(entry.get("frames"))),
-        }
-        for column, values in columns.items():
-            values.append(row[column])
-    return Table("flight_recorder", columns, strings)
-
-
-_COLUMNS = (
-    *("record", "group", "sequence", "peer_sequence", "is_peer", "operation", "in_shapes", "out_shapes"),
-    *("in_types", "out_types", "state", "created_ns", "started_ns", "completed_ns", "timeout_ns", "thread", "stack"),
-)  # fmt: skip
-
-
-def _state(entry: dict[str, Any], status: dict[str, int | None] | None, says_states: bool) -> str:
-    """What became of the entry. Gloo never updates the state and only retires what is done; NCCL's watchdog
-    retires what has failed as well, so that there the state counts."""
-    state = str(entry.get("state") or "scheduled")
-    if state == "completed" or _time(entry.get("time_discovered_completed_ns")) != MISSING:
-        return "completed"
-    if not says_states and entry.get("retired"):
-        return "completed"
-    if not entry.get("is_p2p") and status is not None:
-        sequence = _sequence(entry)
-        done, begun = status.get("last_completed"), status.get("last_started")
-        if done is not None and MISSING < sequence <= done:
-            return "completed"
-        if begun is not None and MISSING < sequence <= begun:
-            return "started"
-    return "started" if state == "started" else "scheduled"
-
-
-def _number(value: Any) -> int:
-    number = whole_number(value)
-    return MISSING if number is None else number
-
-
-def _time(value: Any) -> int:
-    """JSON writes 0 for a time that there is not."""
-    number = whole_number(value)
-    return MISSING if number is None or number <= 0 else number
-
-
-def _milliseconds(value: Any) -> int:
-    number = whole_number(value)
-    return MISSING if number is None or not 0 < number < 2**42 else number * 1_000_000
-
-
-def _shapes(value: Any) -> str | None:
-    """``[4, 8], [2]``: a shape a tensor."""
-    if not isinstance(value, (list, tuple)):
-        return None
-    return ", ".join(
-        "[" + ", ".join(map(str, shape)) + "]" for shape in value if isinstance(shape, (list, tuple))
-    )
-
-
-def _types(value: Any) -> str | None:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else None
-
-
-def _thread(entry: dict[str, Any]) -> str | None:
-    name, number = entry.get("thread_name"), entry.get("thread_id")
-    return f"{name or ''} {number or ''}".strip() or None
-
-
-def _stack(frames: Any) -> str | None:
-    """``file(line): function`` a frame, innermost first, as Kineto writes its stacks."""
-    if not isinstance(frames, (list, tuple)) or not frames:
-        return None
-    lines = [
-        f"{frame.get('filename', '?')}({frame.get('line', '?')}): {frame.get('name', '?')}"
-        for frame in frames
-        if isinstance(frame, dict)
-    ]
-    return ";".join(lines) or None
 
 
 # --- what must be said ---------------------------------------------------------------------------
@@ -396,7 +274,7 @@ def _say(rank: Rank, entries: list[dict[str, Any]], strange: int, lost: int, cut
             f"the ring had overflowed: {lost} older entries are lost and {len(entries)} remain; "
             "a larger TORCH_FR_BUFFER_SIZE keeps more"
         )
-        if _record(entries[0]) < lost:
+        if record_of(entries[0]) < lost:
             text = f"{lost} entries between those that remain are not in the dump: it holds active ones only, or was thinned"
         rank.note("flight-recorder-overflow", "info", text)
     if not any(entry.get("frames") for entry in entries):
