@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ __all__ = ["with_memory_owners"]
 Array = npt.NDArray[Any]
 
 _OPERATOR, _ANNOTATION, _PYTHON = (HOST_KINDS.index(kind) for kind in ("operator", "annotation", "python"))
+
+#: By kind: whether a span says who allocates.
+_USEFUL = np.isin(np.arange(256), (_OPERATOR, _ANNOTATION, _PYTHON))
 
 #: Threads that are looked at, those with most spans first: a program has one that runs and one for the backward pass.
 _MOST_THREADS = 8
@@ -83,26 +87,11 @@ def with_memory_owners(rank: Rank) -> Rank:
 
 
 def _attributed(memory: Table, host: Table) -> Table:
-    rows = _covering(memory["time_ns"], host)
+    host, rows = _with_ancestors(host, _covering(memory["time_ns"], host))
     traits, operator, frame = _looked_up(host)
     seen, inverse = np.unique(rows, return_inverse=True)
     strings = memory.strings
-    # Few places allocate again and again: words are made once for each.
-    owners = np.full(len(seen), -1, dtype=np.int32)
-    stacks = np.full(len(seen), -1, dtype=np.int32)
-    made: dict[tuple[int, int, int], tuple[int, int]] = {}
-    for place, row in enumerate(seen.tolist()):
-        if row < 0:
-            continue
-        top, line = int(operator[row]), int(frame[row])
-        key = (
-            int(host["name"][top]) if top >= 0 else -1,
-            int(host["name"][line]) if line >= 0 else int(host["stack"][top]) if top >= 0 else -1,
-            int(host["module"][row]),
-        )
-        if key not in made:
-            made[key] = _words(host, row, top, line, strings)
-        owners[place], stacks[place] = made[key]
+    owners, stacks = _words_of(host, seen, operator, frame, strings)
     of_event = np.where(seen >= 0, traits[np.maximum(seen, 0)] | int(Trait.NATIVE | Trait.STACK), 0)[inverse]
     category = np.full(len(memory), -1, dtype=np.int32)
     owner, stack = owners[inverse], stacks[inverse]
@@ -131,15 +120,44 @@ def _attributed(memory: Table, host: Table) -> Table:
     return picked
 
 
+def _words_of(host: Table, seen: Array, operator: Array, frame: Array, strings: Any) -> tuple[Array, Array]:
+    """Codes of owner and stack of each of the rows ``seen`` (-1: of none). Few places allocate again and again: words
+    are made once for each operator, line and module."""
+    owners = np.full(len(seen), -1, dtype=np.int32)
+    stacks = np.full(len(seen), -1, dtype=np.int32)
+    spans = np.flatnonzero(seen >= 0)
+    rows = seen[spans]
+    if not len(rows):
+        return owners, stacks
+    top, line = operator[rows], frame[rows]
+    name = np.where(top >= 0, host["name"][top], -1).astype(np.int64)
+    place = np.where(line >= 0, host["name"][line], np.where(top >= 0, host["stack"][top], -1)).astype(
+        np.int64
+    )
+    # Three codes as one number: each is numbered anew, so that no two of them meet.
+    key = name
+    for part in (place, host["module"][rows].astype(np.int64)):
+        _, first = np.unique(key, return_inverse=True)
+        _, second = np.unique(part, return_inverse=True)
+        key = first * (int(second.max()) + 1) + second
+    _, example, number = np.unique(key, return_index=True, return_inverse=True)
+    made = np.array(
+        [_words(host, int(rows[at]), int(top[at]), int(line[at]), strings) for at in example], dtype=np.int32
+    )
+    owners[spans], stacks[spans] = made[number].T
+    return owners, stacks
+
+
 def _covering(times: Array, host: Table) -> Array:
     """For each time (n,) the row of the innermost span of any thread that covers it, the last begun of several; -1 for none."""
     best = np.full(len(times), -1, dtype=np.int64)
     began = np.full(len(times), MISSING, dtype=np.int64)
-    useful = np.isin(host["kind"], (_OPERATOR, _ANNOTATION, _PYTHON))
-    threads, counts = np.unique(host["thread"][useful], return_counts=True)
-    for thread in threads[np.argsort(-counts, kind="stable")[:_MOST_THREADS]]:
+    useful = _USEFUL[host["kind"]]
+    for thread in _threads(host["thread"][useful]):
         rows = np.flatnonzero(useful & (host["thread"] == thread))
-        rows = rows[np.lexsort((-host["end_ns"][rows], host["start_ns"][rows]))]
+        start, end = host["start_ns"][rows], host["end_ns"][rows]
+        if (start[1:] < start[:-1]).any() or ((start[1:] == start[:-1]) & (end[1:] > end[:-1])).any():
+            rows = rows[np.lexsort((-end, start))]
         place = np.searchsorted(host["start_ns"][rows], times, side="right") - 1
         row = np.where(place >= 0, rows[np.maximum(place, 0)], -1)
         parent, end = host["parent"], host["end_ns"]
@@ -156,6 +174,31 @@ def _covering(times: Array, host: Table) -> Array:
     return best
 
 
+def _threads(thread: Array) -> Array:
+    """The threads with most spans."""
+    if len(thread) and thread.min() >= 0 and thread.max() < 1 << 16:
+        counts = np.bincount(thread)
+        busiest = np.argsort(-counts, kind="stable")[:_MOST_THREADS]
+        return np.asarray(busiest[counts[busiest] > 0])
+    threads, counts = np.unique(thread, return_counts=True)
+    return np.asarray(threads[np.argsort(-counts, kind="stable")[:_MOST_THREADS]])
+
+
+def _with_ancestors(host: Table, rows: Array) -> tuple[Table, Array]:
+    """The spans of ``rows`` and all around them alone, and the rows in that table: most spans allocate nothing."""
+    kept = np.zeros(len(host), dtype=bool)
+    level = np.unique(rows[rows >= 0])
+    while len(level):
+        kept[level] = True
+        above = host["parent"][level]
+        above = np.unique(above[above >= 0])
+        level = above[~kept[above]]
+    number = np.cumsum(kept) - 1
+    part = host.select(np.flatnonzero(kept))
+    part.columns["parent"] = np.where(part["parent"] >= 0, number[np.maximum(part["parent"], 0)], -1)
+    return part, np.where(rows >= 0, number[np.maximum(rows, 0)], -1)
+
+
 def _looked_up(host: Table) -> tuple[Array, Array, Array]:
     """For each span: the traits of all spans around it, the outermost operator of the chain that it ends, and the
     nearest line of the user's Python around it (-1 for none)."""
@@ -167,7 +210,7 @@ def _looked_up(host: Table) -> tuple[Array, Array, Array]:
         used_stacks, stack = np.unique(host["stack"], return_inverse=True)
         lines = [(host.strings.text(int(code)) or "").split(";") for code in used_stacks]
         marks |= np.array([np.bitwise_or.reduce([0, *(_traits(line) for line in of)]) for of in lines])[stack]
-    theirs = np.array([bool(_FRAME.match(word)) and not _NOT_THE_USERS.match(word) for word in words])[name]
+    theirs = np.array([_users(word) for word in words])[name]
     rows = np.arange(len(host))
     operator = np.where(kind == _OPERATOR, rows, -1)
     up = np.where((parent >= 0) & (kind == _OPERATOR) & (kind[parent] == _OPERATOR), parent, rows)
@@ -221,6 +264,13 @@ def _words(host: Table, row: int, top: int, line: int, strings: Any) -> tuple[in
     return strings.code(owner), strings.code("\n".join(lines) or None)
 
 
+@lru_cache(maxsize=4096)
+def _users(frame: str) -> bool:
+    """Whether a frame is a line of the user's own Python, or of a library's above PyTorch."""
+    return bool(_FRAME.match(frame)) and not _NOT_THE_USERS.match(frame)
+
+
+@lru_cache(maxsize=4096)
 def _as_line(frame: str) -> str:
     """``a/b/model.py(39): forward`` as ``b/model.py:39 forward``."""
     match = _FRAME.match(frame)
