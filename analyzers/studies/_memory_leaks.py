@@ -20,6 +20,8 @@ Array = npt.NDArray[Any]
 
 #: Step ends that must be seen, warm-up left out.
 MIN_STEPS = 5
+#: So many are enough (a short trace has no more) where each step adds the same, within this share.
+FEW_STEPS, EVEN_SHARE = 4, 0.05
 #: The first step fills caches and makes optimizer state.
 WARM_UP = 1
 #: Of the steps, the share in which a place must have grown.
@@ -47,10 +49,11 @@ def growing(place: Array, size: Array, start_ns: Array, end_ns: Array, ends_ns: 
 
     ``place`` (allocations,) numbers who allocated, ``size`` bytes, ``start_ns`` and ``end_ns`` when each lived (the
     end past every step where it was not released), ``ends_ns`` (steps,) the steps' ends, ascending. Empty
-    where fewer than :data:`MIN_STEPS` steps are left after warm-up.
+    where fewer than :data:`FEW_STEPS` steps are left after warm-up; with fewer than :data:`MIN_STEPS`, only places
+    that grow evenly.
     """
     ends = ends_ns[WARM_UP:]
-    if len(ends) < MIN_STEPS or not len(place):
+    if len(ends) < FEW_STEPS or not len(place):
         return []
     stride = -(-len(ends) // _MOST_STEPS)
     kept = ends[::stride]
@@ -68,6 +71,8 @@ def growing(place: Array, size: Array, start_ns: Array, end_ns: Array, ends_ns: 
         level = levels[row]
         steps = np.diff(level)
         if (steps > 0).mean() < STEADY or (steps < 0).mean() > 1 - STEADY:
+            continue
+        if len(kept) < MIN_STEPS and steps.max() - steps.min() > EVEN_SHARE * steps.max():
             continue
         slope = median_slope(level) / stride
         if slope > 0:

@@ -165,7 +165,9 @@ def test_growth_needs_steps_and_steadiness() -> None:
 
     assert one([10] * 12) == []
     assert one([50, *range(10, 21)])[0].per_step_bytes == pytest.approx(MIB)  # the first step does not count
-    assert one([10, 11, 12, 13, 14]) == []  # too few
+    assert one([10, 11, 12, 13]) == []  # too few
+    assert one([10, 11, 13, 14, 16]) == []  # too few, and not alike
+    assert one([10, 12, 14, 16, 18])[0].per_step_bytes == pytest.approx(2 * MIB)  # few, and all alike
     assert one([10, 30] * 6) == []  # to and fro
     assert one([10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 40]) == []  # once
     assert median_slope(np.array([0.0, 1, 2, 100, 4, 5, 6])) == pytest.approx(1)
