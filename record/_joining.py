@@ -203,9 +203,7 @@ def _add(rank: Rank, other: Rank) -> None:
     if traced and rank.format == "trine":
         _add_window(rank, other)
     elif traced and (rank.device is not None or rank.host is not None):
-        message = (
-            f"{other.source} ({other.format}) tells of the same work; device and host come from {rank.source}"
-        )
+        message = f"{other.format} tells of the same work; device and host are those of {rank.format}"
         rank.note("second-source", "info", message)
     else:
         _take(rank, other, _OF_A_TRACE)
@@ -222,7 +220,7 @@ def _add(rank: Rank, other: Rank) -> None:
 def _add_window(rank: Rank, other: Rank) -> None:
     """A trace beside a record is a deep window of it."""
     if rank.windows:
-        message = f"{other.source} lies beside a record with deep windows of its own; those are used"
+        message = f"{other.format} files lie beside a record with deep windows of its own; those are used"
         rank.note("second-source", "info", message)
     else:
         rank.windows = (replace(other, rank=rank.rank, quality=[]),)
@@ -231,7 +229,7 @@ def _add_window(rank: Rank, other: Rank) -> None:
 def _choose_memory(rank: Rank, other: Rank) -> None:
     """The allocator's own history says more than a trace's [memory] events: it wins where both are there."""
     if other.memory is not None and rank.memory is not None and other.segments is not None:
-        message = f"memory is that of {other.source}; the {len(rank.memory)} memory events of {rank.source} are left out"
+        message = f"memory is that of {other.format}; the memory events of {rank.format} are left out"
         rank.note("second-source", "info", message)
         rank.memory = None
 
@@ -280,8 +278,11 @@ def _say_when_apart(rank: Rank, other: Rank) -> None:
         return
     apart = max(mine[0] - theirs[1], theirs[0] - mine[1])
     if apart > _APART_NS:
+        # In whole days where it is days, so that all ranks say the same.
+        hours = apart / 3.6e12
+        words = f"{hours / 24:,.0f} days" if hours >= 48 else f"{hours:.0f} hours"
         message = (
-            f"{other.source} was written {apart / 3.6e12:,.0f} hours from {rank.source}; are they of one run?"
+            f"times of {other.format} lie about {words} from those of {rank.format}: are they of one run?"
         )
         rank.note("times-apart", "warning", message)
 
