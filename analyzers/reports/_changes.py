@@ -63,7 +63,10 @@ def change_tables(
         title = f"What changed, in order of effect (mean of a {unit} and rank)"
         yield _changes(difference.changes, labels, most, title, narrow, share)
     else:
-        yield Table((Column("What changed"),), (("nothing: every part is within 0.1 % of what it was",),))
+        said = "nothing: every part is within 0.1 % of what it was"
+        if difference.basis is None:
+            said = "kernels and operators are not known; a trace or a deep window of each side shows them"
+        yield Table((Column("What changed"),), ((said,),))
     if difference.host:
         title = f"Operators on the host, own time (mean of a {unit} and rank)"
         yield _changes(difference.host, labels, max(most // 2, 5), title, narrow, share)
