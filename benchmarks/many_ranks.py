@@ -144,9 +144,14 @@ def read_sources(folder: Path) -> list[Source]:
     return found
 
 
+def shift_of(rank: int) -> int:
+    """How far a rank's clock is off, ns; no two ranks' alike."""
+    return (rank * 7_919_000_003) % (2 * MOST_SHIFT_NS) - MOST_SHIFT_NS
+
+
 def write_rank(source: Source, path: Path, rank: int, world: int) -> None:
     """One copy, as two gzip members: a head with this rank's number and clock, and the common rest."""
-    shift = (rank * 7_919_000_003) % (2 * MOST_SHIFT_NS) - MOST_SHIFT_NS
+    shift = shift_of(rank)
     head = re.sub(r'"rank"\s*:\s*"?\d+"?', f'"rank": {rank}', source.head, count=1)
     head = re.sub(r'"world_size"\s*:\s*"?\d+"?', f'"world_size": {world}', head, count=1)
     base = re.search(r'"baseTimeNanoseconds"\s*:\s*(\d+)', head)
