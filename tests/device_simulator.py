@@ -172,7 +172,7 @@ def simulate(steps: Sequence[Step], *, given: bool = False, rank: int = 0) -> Ra
         machine.span(begun, end, "annotation", f"ProfilerStep#{number}")
     strings = Strings()
     host = _table("host", machine.host, strings, ("name",))
-    host.columns["parent"][:] = _parents(machine.host)
+    host.columns["parent"][:] = parents_of(machine.host)
     return Rank(
         rank,
         "simulated",
@@ -193,13 +193,15 @@ def simulate(steps: Sequence[Step], *, given: bool = False, rank: int = 0) -> Ra
     )
 
 
-def _parents(rows: Sequence[dict[str, Any]]) -> list[int]:
+def parents_of(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The innermost span of the same thread around each, -1 for none; slow and plain."""
     found = []
     for number, row in enumerate(rows):
         around = [
             (other["end_ns"] - other["start_ns"], place)
             for place, other in enumerate(rows)
             if place != number
+            and other["thread"] == row["thread"]
             and other["start_ns"] <= row["start_ns"]
             and other["end_ns"] >= row["end_ns"]
             and (other["end_ns"] - other["start_ns"], place) > (row["end_ns"] - row["start_ns"], number)

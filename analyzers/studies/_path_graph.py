@@ -31,7 +31,7 @@ from trine.record.model import DEVICE_KINDS, HOST_KINDS, Rank, Table
 
 from ._path_host import Changes, owners_of, threads_of
 
-__all__ = ["NEVER", "Graph", "Waits", "graph_of"]
+__all__ = ["NEVER", "Graph", "Waits", "gaps_of", "graph_of"]
 
 Array = npt.NDArray[Any]
 
@@ -50,10 +50,12 @@ USUAL_DELAY_NS = 6_000
 MOST_DELAY_NS = 50_000
 #: A blocking call that had nothing to wait for costs about this.
 CALL_NS = 3_000
+#: The machine leaves no longer gap between two pieces of work; where the median is longer, something else is.
+MOST_GAP_NS = 10_000
 #: Blocking calls that are followed one by one; of more, the longest.
 MOST_WAITS = 4_000
-#: Streams on which work overlaps are split into so many lanes.
-MOST_LANES = 4
+#: Streams on which work overlaps are split into at most so many lanes; what lies below as many is left out.
+MOST_LANES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +139,8 @@ def graph_of(rank: Rank, selected: Selected) -> Graph | None:
 def _of_device(rank: Rank, selected: Selected) -> Graph | None:
     device, host = rank.device, rank.host
     assert device is not None
+    if host is not None and not len(host):
+        host = None
     long = device["end_ns"] > device["start_ns"]
     chosen = np.flatnonzero(long & selected.holds(device["step"]))
     if not len(chosen):
@@ -148,6 +152,8 @@ def _of_device(rank: Rank, selected: Selected) -> Graph | None:
         lost = long & (device["launch"] < 0) & (device["start_ns"] >= begin) & (device["end_ns"] <= last)
         chosen = np.flatnonzero((long & selected.holds(device["step"])) | lost)
     lane = _lanes(device, chosen)
+    if (lane < 0).any():
+        chosen, lane = chosen[lane >= 0], lane[lane >= 0]
     order = np.lexsort((device["end_ns"][chosen], device["start_ns"][chosen], lane))
     rows, lane = chosen[order], lane[order]
     launch_row = device["launch"][rows]
@@ -195,11 +201,11 @@ def _bounds(host: Table | None, selected: Selected, device: Table, chosen: Array
 
 
 def _lanes(device: Table, rows: Array) -> Array:
-    """A number a stream; where work of one stream overlaps, a number for each layer of it."""
+    """A number a stream; where work of one stream overlaps, a number for each layer of it, -1 below the last."""
     lane = _numbered(device["device"][rows]) * (len(rows) + 1) + _numbered(device["stream"][rows])
     lane = _numbered(lane) * MOST_LANES
     left = np.arange(len(rows))
-    for _ in range(MOST_LANES - 1):
+    for layer in range(MOST_LANES):
         left = left[np.lexsort((device["start_ns"][rows[left]], lane[left]))]
         start, end = device["start_ns"][rows[left]], device["end_ns"][rows[left]]
         # Lanes one after the other on one axis, so that one running maximum serves all.
@@ -207,11 +213,13 @@ def _lanes(device: Table, rows: Array) -> Array:
             int(end.max(initial=0)) - int(start.min(initial=0)) + ROUNDING_NS + 1
         )
         reach = np.maximum.accumulate(end + shift)
-        over = np.append(False, (start + shift)[1:] < reach[:-1] - ROUNDING_NS)[: len(left)]
+        # Rounding lets a piece begin before the one before it has ended, and never lets it end before that.
+        over = ((start + shift)[1:] < reach[:-1] - ROUNDING_NS) | ((end + shift)[1:] < reach[:-1])
+        over = np.append(False, over)[: len(left)]
         if not over.any():
             break
         left = left[over]
-        lane[left] += 1
+        lane[left] = lane[left] + 1 if layer < MOST_LANES - 1 else -1
     return np.asarray(lane)
 
 
@@ -246,3 +254,14 @@ def _usual_delay(graph: Graph) -> int:
     if len(delays) < 5:
         return USUAL_DELAY_NS
     return min(int(np.median(delays)), MOST_DELAY_NS)
+
+
+def gaps_of(graph: Graph) -> tuple[Array, int]:
+    """The machine's gap before each work: the median where work was queued, and no more than was measured; and
+    that median."""
+    behind = graph.start - graph.before_end()
+    follows = ~graph.first_in_lane()
+    queued = follows & (graph.launch > NEVER) & (graph.launch + graph.delay_ns < graph.before_end())
+    queued &= graph.dependency < 0
+    usual = min(int(np.median(behind[queued])), MOST_GAP_NS) if queued.any() else 0
+    return np.where(follows, np.minimum(behind, usual), 0), usual

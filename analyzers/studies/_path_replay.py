@@ -20,14 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._path_graph import CALL_NS, NEVER, Graph
+from ._path_graph import CALL_NS, NEVER, Graph, gaps_of
 
 __all__ = ["Plan", "Scenario", "measured", "modelled", "plan_of", "replay"]
 
 Array = npt.NDArray[Any]
-
-#: The machine leaves no longer gap between two pieces of work; where the median is longer, something else is.
-MOST_GAP_NS = 10_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +87,7 @@ def plan_of(graph: Graph) -> Plan:
     # By measured time: whatever something waits for began before it did. A return comes before what starts then.
     times = np.concatenate((waits.end, graph.start[first]))
     nodes = np.concatenate((-1 - np.arange(len(waits)), np.arange(len(first))))
-    gap, usual = _gaps(graph)
+    gap, usual = gaps_of(graph)
     is_last = np.append(graph.lane[1:] != graph.lane[:-1], True)[:count]
     return Plan(
         graph, epoch, first, last, before, source, gap, nodes[np.argsort(times, kind="stable")],
@@ -179,17 +176,6 @@ def modelled(plan: Plan) -> Scenario:
     after = np.minimum(after, 10 * CALL_NS)
     even = np.where(graph.first_in_lane(), 0, plan.usual_gap_ns - plan.gap)
     return Scenario(graph.end - graph.start + even, ready, _calls(plan), cost, after, _tail(graph), waited)
-
-
-def _gaps(graph: Graph) -> tuple[Array, int]:
-    """The machine's gap before each work: the median where work was queued, and no more than was measured; and
-    that median."""
-    behind = graph.start - graph.before_end()
-    follows = ~graph.first_in_lane()
-    queued = follows & (graph.launch > NEVER) & (graph.launch + graph.delay_ns < graph.before_end())
-    queued &= graph.dependency < 0
-    usual = min(int(np.median(behind[queued])), MOST_GAP_NS) if queued.any() else 0
-    return np.where(follows, np.minimum(behind, usual), 0), usual
 
 
 def _epoch_begin(plan: Plan) -> Array:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trine.record.model import DEVICE_KINDS
 
-from ._path_graph import NEVER, Graph
+from ._path_graph import NEVER, Graph, gaps_of
 from ._path_terms import GAP, LAUNCH, LONGEST_GAP_NS, UNEXPLAINED
 
 __all__ = ["Pieces", "Walker"]
@@ -49,7 +49,8 @@ class Walker:
         self.graph = graph
         count = len(graph)
         launch = np.where(graph.launch > NEVER, graph.launch + graph.delay, NEVER)
-        before = graph.before_end()
+        # As in the replay: a launch decides only where it came after the machine's own gap.
+        before = graph.before_end() + gaps_of(graph)[0]
         other = np.where(graph.dependency >= 0, graph.end[np.maximum(graph.dependency, 0)], NEVER)
         first = graph.first_in_lane()
         bound = np.where(other >= before, _DEPENDENCY, _BEFORE)

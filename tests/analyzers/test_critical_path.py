@@ -9,7 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_simulator import CALL_NS, DELAY_NS, GAP_NS, Host, Launch, Step, StreamWait, Sync, simulate
+from analysis_tables import rank_of
+from device_simulator import (
+    CALL_NS,
+    DELAY_NS,
+    GAP_NS,
+    Host,
+    Launch,
+    Step,
+    StreamWait,
+    Sync,
+    parents_of,
+    simulate,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +31,7 @@ from trine.analyzers.studies import Scope, result_of
 from trine.analyzers.studies._path_graph import NEVER, Graph, graph_of
 from trine.analyzers.studies._path_replay import Plan, Scenario, measured, plan_of, replay
 from trine.analyzers.studies.critical_path import CriticalPath, PathPart, reduce
-from trine.record.model import Rank
+from trine.record.model import MISSING, Rank
 
 ALL = parse_selection("all")
 
@@ -283,3 +295,73 @@ def test_between_collectives_no_nanosecond_is_lost(data: Path) -> None:
             spanned = start - end[links.previous]
             # A collective that another one of its rank overlaps begins before that one's end.
             assert (links.between.sum(axis=1) == np.maximum(spanned, 0)).all()
+
+
+# --- whatever a trace may hold ---------------------------------------------------------------------------
+
+device_spans = st.lists(
+    st.tuples(
+        st.integers(-50, 400),  # start
+        st.integers(0, 120),  # length: also none, also overlapping on one stream
+        st.sampled_from(["compute", "communication", "copy"]),
+        st.one_of(st.none(), st.integers(0, 14)),  # which host row launched it, whatever that is
+        st.sampled_from([7, 7, 20]),
+        st.sampled_from(["a", "b", "nccl"]),
+        st.sampled_from([0, 1, MISSING]),
+    ),
+    min_size=1,
+    max_size=14,
+)
+host_spans = st.lists(
+    st.tuples(
+        st.integers(-50, 400),
+        st.integers(0, 200),
+        st.sampled_from(["runtime", "sync", "operator", "python", "annotation", "loader", "collector"]),
+        st.sampled_from(
+            ["cudaLaunchKernel", "cudaStreamWaitEvent", "cudaDeviceSynchronize", "aten::x", "gloo:all_reduce"]
+        ),
+        st.integers(1, 3),
+    ),
+    max_size=15,
+)
+
+
+@given(device_spans, host_spans, st.booleans(), st.sampled_from([1, 1_000, 100_000]))
+@settings(max_examples=100)
+def test_any_tables_give_a_path_that_sums_and_a_replay_that_is_exact(device, host, marked, scale) -> None:
+    rows = [
+        {"start_ns": s * scale, "end_ns": (s + n) * scale, "kind": kind, "name": name, "thread": thread}
+        for s, n, kind, name, thread in host
+    ]
+    around = parents_of(rows)
+    rank = rank_of(
+        device=[
+            (
+                s * scale,
+                (s + n) * scale,
+                kind,
+                -1 if launch is None or launch >= len(rows) else launch,
+                step,
+                name,
+                stream,
+            )
+            for s, n, kind, launch, stream, name, step in device
+        ],
+        host=[
+            (row["start_ns"], row["end_ns"], row["kind"], row["name"], row["thread"], parent)
+            for row, parent in zip(rows, around, strict=True)
+        ],
+        steps=[(0, -60 * scale, 200 * scale), (1, 200 * scale, 700 * scale)] if marked else None,
+    )
+    graph = graph_of(rank, select(rank, ALL))
+    parts = reduce(scope_of(rank))
+    assert (parts is None) == (graph is None or graph.end_ns <= graph.begin_ns)
+    if parts is None or graph is None:
+        return
+    path = parts[0]
+    assert sum(path.segments_ns.values()) == path.length_ns == graph.end_ns - graph.begin_ns
+    assert all(amount > 0 for amount in path.segments_ns.values())
+    assert sum(step.length_ns for step in path.steps) == path.length_ns
+    plan = plan_of(graph)
+    assert replay(plan, [measured(plan)]).tolist() == [path.length_ns]
+    assert all(0 <= (entry.gain_ns or 0) <= path.length_ns for entry in path.entries)
