@@ -201,6 +201,13 @@ def _not_started(culprit: Culprit) -> str:
 
 def _in_flight(culprit: Culprit) -> str:
     where = f"{culprit.operation}, {_where(culprit)}"
+    if culprit.hint == "members_unknown":
+        return _in_unknown_company(culprit, where)
+    if culprit.hint == "dumps_apart":
+        return (
+            f"{_capital(_said(culprit.ranks))} {'is' if len(culprit.ranks) == 1 else 'are'} in {where}{_for_long(culprit)}; "
+            "the other ranks' dumps were taken before they came to it"
+        )
     if culprit.hint == "others_unknown" or len(culprit.ranks) == 1:
         one = len(culprit.ranks) == 1
         return (
@@ -210,6 +217,24 @@ def _in_flight(culprit: Culprit) -> str:
     return (
         f"All {len(culprit.ranks)} ranks are in {where}, and none has left it{_for_long(culprit)}: if the job hangs there, "
         "it is the network or a device, not the program"
+    )
+
+
+def _in_unknown_company(culprit: Culprit, where: str) -> str:
+    one = len(culprit.ranks) == 1
+    head = (
+        f"{_capital(_said(culprit.ranks))} {'is' if one else 'are'} in {where}, and {'has' if one else 'have'} not left it"
+        f"{_for_long(culprit)}: the dumps do not say who else belongs to that group"
+    )
+    others = culprit.last_calls
+    if not others:
+        return head
+    ranks = _said([call.rank for call in others])
+    single = len(others) == 1
+    groups = " and ".join(dict.fromkeys(group_words(call.group, None) for call in others))
+    return (
+        f"{head}; if {ranks} {'does' if single else 'do'}, who {'is' if single else 'are'} in {others[0].operation} of "
+        f"{groups}, they wait for each other: the groups were entered in different orders"
     )
 
 

@@ -50,9 +50,11 @@ class Culprit:
     that wait for them. ``calls``: the culprits' and some of the others'; for a deadlock, one a link of the circle.
 
     ``hint``: ``extra_call``, ``skipped_call``, ``swapped``, ``history`` (told from what the ranks did before),
-    ``others_unknown`` (the group may have ranks that left no dump).
+    ``others_unknown`` (the group may have ranks that left no dump), ``members_unknown`` (all left one, and none says
+    who is in the group), ``dumps_apart`` (the group's other ranks left theirs before they came to it).
     ``completed``: it went through nevertheless. ``waited_ns``: at least so long by the dumps' own times.
-    ``last_calls``: of ranks that are missing, the last thing that they enqueued.
+    ``last_calls``: of ranks that are missing, the last thing that they enqueued; with ``members_unknown``, where ranks
+    that did not enter the call stand.
     """
 
     kind: Kind

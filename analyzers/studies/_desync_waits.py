@@ -49,8 +49,11 @@ class Node:
     next: dict[int, Node] = field(default_factory=dict)  # rank that leads there → node
 
 
-def older_dumps(lines: Sequence[GroupLine], families: Sequence[str]) -> frozenset[int]:
-    """Ranks whose dump is older than the others': these have completed a meeting that it does not know of."""
+def older_dumps(
+    lines: Sequence[GroupLine], families: Sequence[str], rings: Mapping[int, Ring]
+) -> frozenset[int]:
+    """Ranks whose dump is older than the others': these have completed a meeting that it does not know of, or that it
+    shows as not completed on the rank, which was therefore still at work."""
     older: set[int] = set()
     for line in lines:
         if not len(line.sequences):
@@ -61,9 +64,24 @@ def older_dumps(lines: Sequence[GroupLine], families: Sequence[str]) -> frozense
         older |= {
             rank
             for rank, enqueued in zip(line.ranks, line.enqueued.tolist(), strict=True)
-            if enqueued != MISSING and enqueued < last
+            if enqueued != MISSING and (enqueued < last or _leaving(line, rank, enqueued, done, rings))
         }
     return frozenset(older)
+
+
+def _leaving(line: GroupLine, rank: int, enqueued: int, done: Array, rings: Mapping[int, Ring]) -> bool:
+    """Whether the rank's last call is a meeting that another has completed and left for the next call, a moment ago:
+    all were in it, so nothing holds the rank up in it. After :data:`HUNG_NS` something does."""
+    column = int(np.searchsorted(line.sequences, enqueued))
+    if column >= len(line.sequences) or line.sequences[column] != enqueued:
+        return False
+    state = line.state[line.ranks.index(rank), column]
+    if state in (COMPLETED, ABSENT) or not done[:, column].any() or not (line.enqueued > enqueued).any():
+        return False
+    row = find_call(rings[rank], line, enqueued)
+    entered = MISSING if row is None else int(rings[rank].created_ns[row])
+    newest = max(_newest(ring.created_ns) for ring in rings.values())
+    return MISSING in (entered, newest) or newest - entered < HUNG_NS
 
 
 def blocked(line: GroupLine, older: frozenset[int], rings: Mapping[int, Ring]) -> Node | None:
@@ -146,9 +164,14 @@ def _peer_nodes(found: Sequence[Exchange], rings: Mapping[int, Ring]) -> list[No
 
 
 def waits(
-    blocks: Sequence[Node], found: Sequence[Exchange], rings: Mapping[int, Ring], explained: frozenset[str]
+    blocks: Sequence[Node],
+    found: Sequence[Exchange],
+    rings: Mapping[int, Ring],
+    explained: frozenset[str],
+    whole_world: bool = False,
 ) -> list[Culprit]:
-    """Culprits among those that others wait for. ``explained``: groups whose calls went apart, which is said elsewhere."""
+    """Culprits among those that others wait for. ``explained``: groups whose calls went apart, which is said elsewhere;
+    ``whole_world``: every rank of the job left a dump."""
     nodes = [*blocks, *_peer_nodes(found, rings)]
     _link(nodes, rings)
     circles = _circles(nodes)
@@ -166,7 +189,7 @@ def waits(
         elif not node.missing and node.unknown and (node.line is None or node.line.stated):
             culprits.append(_no_dump(node, rings))
         elif not node.missing and node.line is not None:
-            culprits.append(_in_flight(node, rings))
+            culprits.append(_in_flight(node, rings, whole_world))
     return culprits
 
 
@@ -283,13 +306,24 @@ def _no_dump(node: Node, rings: Mapping[int, Ring]) -> Culprit:
     )
 
 
-def _in_flight(node: Node, rings: Mapping[int, Ring]) -> Culprit:
+def _in_flight(node: Node, rings: Mapping[int, Ring], whole_world: bool) -> Culprit:
     """All entered. Where some devices began and others did not, these are looked at first."""
     unstarted = node.unstarted
     calls = _calls(node, rings)
     if unstarted and node.line is not None and node.sequence is not None:
         calls = (*shown_calls(rings, node.line, unstarted, node.sequence), *calls)[:MOST_SHOWN]
     waited = waited_ns(node, rings)
+    hint = None if node.line is not None and node.line.stated and not node.line.absent else "others_unknown"
+    if node.line is not None and set(node.line.ranks) - set(node.rows) and not node.line.absent:
+        hint = "dumps_apart"
+    elif (
+        hint
+        and whole_world
+        and node.line is not None
+        and not node.line.stated
+        and len(node.rows) < len(rings)
+    ):
+        hint = "members_unknown"
     return Culprit(
         "not_started" if unstarted else "in_flight",
         unstarted or tuple(node.rows),
@@ -298,11 +332,16 @@ def _in_flight(node: Node, rings: Mapping[int, Ring]) -> Culprit:
         tuple(rank for rank in node.rows if rank not in unstarted) if unstarted else tuple(node.rows),
         tuple(dict.fromkeys(calls)),
         "medium" if (waited or 0) >= HUNG_NS else "low",
-        hint=None
-        if node.line is not None and node.line.stated and not node.line.absent
-        else "others_unknown",
+        hint=hint,
         waited_ns=waited,
+        last_calls=_elsewhere(node, rings) if hint == "members_unknown" else (),
     )
+
+
+def _elsewhere(node: Node, rings: Mapping[int, Ring]) -> tuple[Call, ...]:
+    """Calls of other groups in which ranks stand that did not enter this one."""
+    calls = _last_calls([rank for rank in rings if rank not in node.rows], rings)
+    return tuple(call for call in calls if call.state != "completed" and call.group != node.group)
 
 
 def _deadlock(circle: Sequence[Node], rings: Mapping[int, Ring]) -> Culprit:

@@ -54,11 +54,12 @@ def join(parts: Mapping[int, Ring], whole: Whole) -> Desync | str:
             "no flight recorder dump was given; set TORCH_FR_BUFFER_SIZE=2000 and TORCH_FR_DUMP_ON_TIMEOUT=1 "
             "before the start, and give the dumps of all ranks"
         )
-    world = whole.job.world_size
+    said = (whole.job.world_size, *(summary.world_size for summary in whole.summaries.values()))
+    world = max((size for size in said if size), default=None)
     vocabulary = Vocabulary()
     lines = group_lines(parts, world, vocabulary)
     families = [call[0].family for call in vocabulary.calls]
-    older = older_dumps(lines, families)
+    older = older_dumps(lines, families, parts)
     culprits, explained = [], set()
     for line in lines:
         for culprit in mismatch_of(line, vocabulary, parts):
@@ -68,7 +69,7 @@ def join(parts: Mapping[int, Ring], whole: Whole) -> Desync | str:
     blocks = [node for line in lines if (node := blocked(line, older, parts)) is not None]
     pairs = exchanges(parts, lines)
     culprits += [_uneven(pair, *rows, parts) for pair in pairs if (rows := pair.uneven(parts)) is not None]
-    held_up = waits(blocks, pairs, parts, frozenset(explained))
+    held_up = waits(blocks, pairs, parts, frozenset(explained), len(parts) == (world or max(parts) + 1))
     moving = [culprit for culprit in held_up if culprit.kind == "in_flight" and not _holds_up(culprit)]
     culprits += [culprit for culprit in held_up if culprit not in moving[MOST_IN_FLIGHT:]]
     culprits.sort(key=lambda culprit: (culprit.completed, _WEIGHT[culprit.kind], -len(culprit.waiting)))
@@ -150,6 +151,9 @@ def _say(
             "completed collectives that those do not know of; they are not counted as missing"
         )
         whole.note("dump-older", "warning", text)
+    if any("gloo" in ring.backends for ring in parts.values()):
+        text = "gloo records no sends and receives: a rank that hangs in one does not show it"
+        whole.note("messages-unrecorded", "info", text)
     if len(parts) == 1:
         whole.note(
             "dump-alone", "info", "one rank's dump alone cannot show who differs; give those of all ranks"

@@ -273,6 +273,45 @@ def test_a_dump_taken_earlier_is_not_a_missing_rank(tmp_path: Path) -> None:
     assert "dump-older" in {note.id for note in analysis.data_quality}
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_dumps_of_a_job_at_work_are_taken_one_after_the_other(tmp_path: Path, backend: str) -> None:
+    """Rank 2's shows the 20th call in flight, the others' show it done and rank 0 in the next: it has not hung."""
+    dumps = [Dump(rank, 3, backend=backend).calls(19) for rank in range(3)]
+    for dump in dumps:
+        dump.call("all_reduce", state="started" if dump.rank == 2 else "completed")
+    dumps[0].call("all_reduce", state="started")
+    dumps[1].call("all_reduce", state="started")
+    analysis = analysed(tmp_path, dumps)
+    result = result_of(analysis, "desync", Desync)
+    assert result is not None and not result.stuck and result.older_dumps == (2,)
+    assert not analysis.findings and "taken before they came to it" in analysis.verdict.sentence
+    # The same, and the others have been in the next call for a minute: something holds it up.
+    dumps[0].groups["1"] = ("own", [0])
+    dumps[0].call("barrier", group="1", later_ns=WAITS_NS)
+    assert studied(tmp_path, dumps).stuck
+    # Its own last call done, and it never came to the next: missing.
+    stuck = [Dump(rank, 3, backend=backend).calls(20) for rank in range(3)]
+    for dump in stuck[:2]:
+        dump.call("all_reduce", state="started")
+    assert kinds(studied(tmp_path, stuck)) == [("missing", (2,))]
+
+
+def test_who_is_in_a_group_may_be_unknown_where_all_ranks_left_a_dump(tmp_path: Path) -> None:
+    """Gloo's dumps name no members: ranks 0 and 1 stand in one group and rank 2 in another."""
+    dumps = [Dump(rank, 3, backend="gloo").calls(10) for rank in range(3)]
+    for dump in dumps:
+        group = "b" if dump.rank == 2 else "a"
+        dump.groups[group] = ("dp" if dump.rank == 2 else "tp", [])
+        dump.call("all_reduce", group=group, state="started")
+    result = studied(tmp_path, dumps)
+    assert not result.stuck
+    words = [statement(culprit) for culprit in result.culprits]
+    assert any(
+        "if rank 2 does, who is in all_reduce of group b, they wait for each other" in one for one in words
+    )
+    assert not any("the other ranks' dumps would show" in one for one in words)
+
+
 def test_a_send_without_its_receive(tmp_path: Path) -> None:
     groups = {"p": ("pp", [4, 5])}
     dumps = [Dump(rank, 6, groups=groups) for rank in (4, 5)]
@@ -322,7 +361,9 @@ def test_coalesced_calls_are_compared_whole(tmp_path: Path) -> None:
     dumps = [coalesced(dump, 2 if dump.rank == 1 else 3) for dump in world(3)]
     result = studied(tmp_path, dumps)
     assert kinds(result) == [("operation", (1,))]
-    assert "Rank 1 called all_reduce (2 of them coalesced) where ranks 0 and 2" in statement(result.culprits[0])
+    assert "Rank 1 called all_reduce (2 of them coalesced) where ranks 0 and 2" in statement(
+        result.culprits[0]
+    )
 
 
 def test_two_groups_of_one_name_are_told_apart_by_their_ranks(tmp_path: Path) -> None:
