@@ -250,7 +250,7 @@ def _words(host: Table, row: int, top: int, line: int, strings: Any) -> tuple[in
     if not frames and top >= 0:
         frames = (text(int(host["stack"][top])) or "").split(";")
     frames = [frame for frame in frames if frame]
-    mine = next((frame for frame in frames if _FRAME.match(frame) and not _NOT_THE_USERS.match(frame)), None)
+    mine = next((frame for frame in frames if _users(frame)), None)
     owner = operator
     if mine is not None:
         owner = _as_line(mine)
