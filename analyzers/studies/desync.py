@@ -151,6 +151,11 @@ def _say(
             "completed collectives that those do not know of; they are not counted as missing"
         )
         whole.note("dump-older", "warning", text)
+    silent = sorted({rank for line in lines for rank in line.absent})
+    if silent and whole.job.world_size is None:
+        one = len(silent) == 1
+        text = f"rank{'' if one else 's'} {', '.join(map(str, silent[:8]))} left no dump: what {'it' if one else 'they'} did is not known"
+        whole.note("dump-missing", "warning", text)
     if any("gloo" in ring.backends for ring in parts.values()):
         text = "gloo records no sends and receives: a rank that hangs in one does not show it"
         whole.note("messages-unrecorded", "info", text)

@@ -5,15 +5,29 @@ from __future__ import annotations
 import ast
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import UnreadableInput
+from ._pickle_stream import stream
 from ._pickles import load, read_bytes
 
-__all__ = ["head_of", "is_dump", "is_pickle", "ranks_of_text", "read_dump", "whole_number"]
+__all__ = [
+    "head_of",
+    "is_dump",
+    "is_pickle",
+    "ranks_of_text",
+    "read_dump",
+    "shapes_text",
+    "stack_text",
+    "types_text",
+    "whole_number",
+]
 
 _HEAD_BYTES = 1 << 16
+#: A pickle from this size on is read piece by piece: whole, a dump takes twenty times its bytes.
+_LARGE_BYTES = 2 << 20
 _GZIP = b"\x1f\x8b"
 #: What only an entry of a flight recorder has; the oldest wrote ``seq_id``.
 _MARKS = (b"collective_seq_id", b"profiling_name", b"time_created_ns", b"pg_status", b"seq_id")
@@ -54,7 +68,11 @@ def read_dump(path: Path) -> tuple[dict[str, Any], bool]:
     if not data:
         raise UnreadableInput(f"{path} is empty: the rank was stopped before it could write its dump")
     if is_pickle(data[:2]):
-        value: Any = load(data, str(path))
+        value: Any = (
+            load(data, str(path))
+            if len(data) < _LARGE_BYTES
+            else stream(data, str(path), _Shrinking().finished)
+        )
         cut = False
     else:
         value, cut = _json(data, path)
@@ -65,6 +83,58 @@ def read_dump(path: Path) -> tuple[dict[str, Any], bool]:
             f"{path} is no flight recorder dump (no list of entries); give the file that TORCH_FR_DUMP_TEMP_FILE names"
         )
     return value, cut
+
+
+class _Shrinking:
+    """Entries of a dump as they are read: a stack becomes one text, and so do shapes and types, each kept once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def finished(self, found: dict[Any, Any], replace: Callable[[Any, Any], None]) -> Any:
+        """What stands for a dictionary of the dump that is complete."""
+        if "filename" in found and "line" in found:
+            return self._once(frame_text(found))
+        for key, write in (("frames", stack_text), ("input_sizes", shapes_text), ("output_sizes", shapes_text),
+                           ("input_dtypes", types_text), ("output_dtypes", types_text)):  # fmt: skip
+            value = found.get(key)
+            if isinstance(value, list):
+                text = write(value)
+                found[key] = None if text is None else self._once(text)
+        return found
+
+    def _once(self, text: str) -> str:
+        return self._texts.setdefault(text, text)
+
+
+def frame_text(frame: dict[Any, Any]) -> str:
+    """``file(line): function``, as Kineto writes a frame of its stacks."""
+    return f"{frame.get('filename', '?')}({frame.get('line', '?')}): {frame.get('name', '?')}"
+
+
+def stack_text(frames: Any) -> str | None:
+    """Frames, innermost first, with semicolons between them; None for none."""
+    if isinstance(frames, str):
+        return frames or None
+    if not isinstance(frames, (list, tuple)):
+        return None
+    lines = [frame_text(frame) if isinstance(frame, dict) else frame for frame in frames]
+    return ";".join(line for line in lines if isinstance(line, str)) or None
+
+
+def shapes_text(value: Any) -> str | None:
+    """``[4, 8], [2]``: a shape a tensor; None for what holds no shapes."""
+    if not isinstance(value, (list, tuple)):
+        return value if isinstance(value, str) else None
+    shapes = ("[" + ", ".join(map(str, shape)) + "]" for shape in value if isinstance(shape, (list, tuple)))
+    return ", ".join(shapes)
+
+
+def types_text(value: Any) -> str | None:
+    """``Float, Half``: a dtype a tensor."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, str) else None
 
 
 def _json(data: bytes, path: Path) -> tuple[Any, bool]:

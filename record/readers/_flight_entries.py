@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..model import MISSING, Strings, Table
-from ._flight_dumps import whole_number
+from ._flight_dumps import shapes_text, stack_text, types_text, whole_number
 
 __all__ = ["entries_table", "group_of", "record_of"]
 
@@ -45,17 +45,17 @@ def entries_table(entries: list[dict[str, Any]], status: dict[str, Any], strings
             "peer_sequence": _number(entry.get("p2p_seq_id")),
             "is_peer": int(bool(entry.get("is_p2p", operation.partition(" ")[0] in ("send", "recv")))),
             "operation": strings.code(operation),
-            "in_shapes": strings.code(_shapes(entry.get("input_sizes"))),
-            "out_shapes": strings.code(_shapes(entry.get("output_sizes"))),
-            "in_types": strings.code(_types(entry.get("input_dtypes"))),
-            "out_types": strings.code(_types(entry.get("output_dtypes"))),
+            "in_shapes": strings.code(shapes_text(entry.get("input_sizes"))),
+            "out_shapes": strings.code(shapes_text(entry.get("output_sizes"))),
+            "in_types": strings.code(types_text(entry.get("input_dtypes"))),
+            "out_types": strings.code(types_text(entry.get("output_dtypes"))),
             "state": strings.code(_state(entry, status.get(group), says_states)),
             "created_ns": _time(entry.get("time_created_ns")),
             "started_ns": _time(entry.get("time_discovered_started_ns")),
             "completed_ns": _time(entry.get("time_discovered_completed_ns")),
             "timeout_ns": _milliseconds(entry.get("timeout_ms")),
             "thread": strings.code(_thread(entry)),
-            "stack": strings.code(_stack(entry.get("frames"))),
+            "stack": strings.code(stack_text(entry.get("frames"))),
         }
         for column, values in columns.items():
             values.append(row[column])
@@ -102,31 +102,6 @@ def _milliseconds(value: Any) -> int:
     return MISSING if number is None or not 0 < number < 2**42 else number * 1_000_000
 
 
-def _shapes(value: Any) -> str | None:
-    """``[4, 8], [2]``: a shape a tensor."""
-    if not isinstance(value, (list, tuple)):
-        return None
-    return ", ".join(
-        "[" + ", ".join(map(str, shape)) + "]" for shape in value if isinstance(shape, (list, tuple))
-    )
-
-
-def _types(value: Any) -> str | None:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else None
-
-
 def _thread(entry: dict[str, Any]) -> str | None:
     name, number = entry.get("thread_name"), entry.get("thread_id")
     return f"{name or ''} {number or ''}".strip() or None
-
-
-def _stack(frames: Any) -> str | None:
-    """``file(line): function`` a frame, innermost first, as Kineto writes its stacks."""
-    if not isinstance(frames, (list, tuple)) or not frames:
-        return None
-    lines = [
-        f"{frame.get('filename', '?')}({frame.get('line', '?')}): {frame.get('name', '?')}"
-        for frame in frames
-        if isinstance(frame, dict)
-    ]
-    return ";".join(lines) or None

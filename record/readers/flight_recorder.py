@@ -29,6 +29,7 @@ _KNOWN_VERSION = (2, 10)
 
 #: Files looked into for the size of the world: not every rank's dump names the default group's ranks.
 _MOST_LOOKED_INTO = 8
+_MOST_BYTES_LOOKED_INTO = 4 << 20
 
 #: What PyTorch calls its dumps.
 _NAME = re.compile(r".*(?:comm_lib|nccl)_trace_rank_\d+")
@@ -112,6 +113,8 @@ def _about_several(by_rank: dict[int, list[Path]], chosen: dict[int, Path]) -> l
 def _world_size(sources: Sequence[RankSource]) -> int | None:
     """Ranks of the default group; ``None`` where the dumps that were looked into do not say."""
     for source in sources[:_MOST_LOOKED_INTO]:
+        if source.path.stat().st_size > _MOST_BYTES_LOOKED_INTO:
+            continue  # each rank says it once more when it is read
         try:
             dump, _ = read_dump(source.path)
         except UnreadableInput:

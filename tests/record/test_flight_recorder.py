@@ -15,7 +15,7 @@ from flight_dumps import Dump
 
 from trine.record.errors import UnreadableInput
 from trine.record.model import MISSING
-from trine.record.readers import flight_recorder
+from trine.record.readers import _flight_dumps, flight_recorder
 from trine.record.readers.flight_recorder import open_job, open_paths
 
 
@@ -128,6 +128,19 @@ def test_an_empty_dump_is_a_rank_that_could_not_write(tmp_path: Path) -> None:
     assert not flight_recorder.recognizes(other)
     job = open_paths([Dump(0, 4).calls(1).write(tmp_path), path], tmp_path)
     assert job.rank_ids == (0, 3)
+
+
+def test_a_large_pickle_is_read_piece_by_piece_to_the_same_table(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = data / "traces" / "flight_recorder" / "gloo_plain"
+    paths = sorted(folder.glob("comm_*"))
+    whole = list(open_paths(paths, folder))
+    monkeypatch.setattr(_flight_dumps, "_LARGE_BYTES", 0)
+    for one, other in zip(whole, open_paths(paths, folder), strict=True):
+        assert one.flight_recorder is not None and other.flight_recorder is not None
+        assert one.groups == other.groups and one.metadata == other.metadata
+        assert one.flight_recorder.to_pandas().equals(other.flight_recorder.to_pandas())
 
 
 class Evil:
