@@ -108,7 +108,9 @@ def _given(graph: Graph, rank: Rank, launches: Launches) -> list[tuple[int, int]
     table, host = rank.synchronizations, rank.host
     if table is None or host is None:
         return None
-    rows = np.flatnonzero(table["kind"] == table.strings.find("stream_wait"))
+    # Some sources name neither stream: then their waits are calls like any other.
+    told = (table["stream"] != MISSING) & (table["source_stream"] != MISSING)
+    rows = np.flatnonzero((table["kind"] == table.strings.find("stream_wait")) & told)
     if not len(rows):
         return None
     at = _call_times(host)
@@ -266,10 +268,10 @@ def _waited_for(graph: Graph, rank: Rank, launches: Launches, rows: Array, start
     names = {int(code): host.strings.text(int(code)) or "" for code in np.unique(host["name"][rows])}
     all_streams = [code for code, name in names.items() if any(part in name for part in _ALL)]
     whole = np.isin(host["name"][rows], all_streams)
-    stream = _stated_streams(graph, rank, rows)
+    stream, until = _stated(graph, rank, rows, start)
     usual = _main_stream(launches)
     for key in launches.streams:
-        last = launches.last_before(key, start)
+        last = launches.last_before(key, until)
         ended = (last >= 0) & (graph.end[np.maximum(last, 0)] <= end + ROUNDING_NS)
         ended &= graph.start[np.maximum(last, 0)] < end
         # A call that names no stream waited for whatever ended while it blocked; one that found nothing to
@@ -299,19 +301,26 @@ def _main_stream(launches: Launches) -> int | None:
     return max(launches.streams, key=lambda key: len(launches.streams[key][1]), default=None)
 
 
-def _stated_streams(graph: Graph, rank: Rank, rows: Array) -> Array:
-    """The stream that a call waits for where the trace says it, else MISSING."""
-    stated = np.full(len(rows), MISSING, dtype=np.int64)
+def _stated(graph: Graph, rank: Rank, rows: Array, start: Array) -> tuple[Array, Array]:
+    """The stream that each call waits for where the trace says it, else MISSING, and up to when work given to it
+    counts: of an event until it was recorded, else until the call."""
+    stream, until = np.full(len(rows), MISSING, dtype=np.int64), start.copy()
     table, host = rank.synchronizations, graph.host
-    if table is None or host is None or not len(table):
-        return stated
-    by_call: dict[int, int] = {}
-    kinds, columns = table.text("kind"), (table["stream"], table["source_stream"])
+    if table is None or host is None or not len(table) or not len(rows):
+        return stream, until
+    called = _call_times(host)
+    by_call: dict[int, tuple[int, int]] = {}
+    kinds = table.text("kind")
     for row, correlation in enumerate(table["correlation"].tolist()):
-        stream = int(columns[1][row] if kinds[row] == "event_sync" else columns[0][row])
-        if kinds[row] in ("stream_sync", "event_sync") and stream != MISSING and stream >= 0:
-            by_call[correlation] = stream
+        if kinds[row] == "event_sync":
+            recorded = called.get(int(table["source_correlation"][row]), MISSING)
+            by_call[correlation] = int(table["source_stream"][row]), recorded
+        elif kinds[row] == "stream_sync":
+            by_call[correlation] = int(table["stream"][row]), MISSING
     for position, correlation in enumerate(host["correlation"][rows].tolist()):
-        if correlation in by_call:
-            stated[position] = by_call[correlation]
-    return stated
+        said, recorded = by_call.get(correlation, (MISSING, MISSING))
+        if said >= 0:
+            stream[position] = said
+        if recorded != MISSING:
+            until[position] = min(recorded, until[position])
+    return stream, until

@@ -31,7 +31,7 @@ from trine.analyzers.studies import Scope, result_of
 from trine.analyzers.studies._path_graph import NEVER, Graph, graph_of
 from trine.analyzers.studies._path_replay import Plan, Scenario, measured, plan_of, replay
 from trine.analyzers.studies.critical_path import CriticalPath, PathPart, reduce
-from trine.record.model import MISSING, Rank
+from trine.record.model import MISSING, Rank, Table
 
 ALL = parse_selection("all")
 
@@ -202,6 +202,50 @@ def test_the_path_enters_another_stream_with_and_without_synchronisation_events(
         assert gain.get("hidden", 0) == 0
         # Without the collective the kernel beside it is next in line.
         assert abs((gain["ncclDevKernel"] or 0) - real) <= 2 * GAP_NS < 0.01 * real
+
+
+def test_waiting_for_an_event_waits_for_what_was_given_before_it_was_recorded() -> None:
+    """The event lies between two kernels: the host goes on when the first has ended, the second still runs."""
+    rank = simulate(
+        [
+            Step(
+                (
+                    Launch(50_000, name="first"),
+                    Launch(400_000, name="second"),
+                    Sync(name="cudaEventSynchronize"),
+                )
+            )
+        ]
+    )
+    host, device = rank.host, rank.device
+    assert host is not None and device is not None
+    sync = int(np.flatnonzero(host["name"] == rank.strings.find("cudaEventSynchronize"))[0])
+    host["end_ns"][sync] = device["end_ns"][0] + 4_000
+    recorded = int(host["correlation"][int(device["launch"][1])])
+    rank.synchronizations = Table(
+        "synchronizations",
+        {
+            "kind": [rank.strings.code("event_sync")],
+            "start_ns": [host["start_ns"][sync]],
+            "end_ns": [host["end_ns"][sync]],
+            "source_stream": [7],
+            # Recorded when the second kernel was launched, which is then not waited for.
+            "source_correlation": [recorded],
+            "correlation": [host["correlation"][sync]],
+        },
+        rank.strings,
+    )
+    waits = graph_by(rank).waits
+    assert device.text("name")[waits.work[waits.row == sync]].tolist() == ["first"]
+
+
+def test_streams_that_are_not_named_are_inferred() -> None:
+    body = (Launch(30_000), StreamWait(20, 7), Launch(200_000, 20, "ncclDevKernel", kind="communication"))
+    rank = simulate([Step(body)] * 2, given=True)
+    assert rank.synchronizations is not None
+    rank.synchronizations["stream"][:] = MISSING
+    path = path_of(rank)
+    assert path.given == 0 and path.inferred >= 2
 
 
 def test_work_that_two_streams_do_at_once_is_on_the_path_once() -> None:
