@@ -90,6 +90,8 @@ def blocked(line: GroupLine, older: frozenset[int], rings: Mapping[int, Ring]) -
     for column in np.flatnonzero(pending.any(axis=0)).tolist():
         missing = _missing_from(line, column, older)
         completed = bool((line.state[:, column] == COMPLETED).any())
+        if line.absent and all("gloo" in rings[rank].backends for rank in line.ranks):
+            completed = False  # gloo retires what failed as it does what completed: no proof that all were in it
         if missing or not completed:  # where some have left and none is missing, it is being completed
             return _node(line, column, missing, () if completed else line.absent, rings)
     return None
@@ -186,7 +188,7 @@ def waits(
         roots = [rank for rank in node.missing if rank not in node.next]
         if roots:
             culprits.append(_missing(node, tuple(roots), rings))
-        elif not node.missing and node.unknown and (node.line is None or node.line.stated):
+        elif not node.missing and node.unknown:
             culprits.append(_no_dump(node, rings))
         elif not node.missing and node.line is not None:
             culprits.append(_in_flight(node, rings, whole_world))

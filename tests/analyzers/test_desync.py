@@ -296,6 +296,18 @@ def test_dumps_of_a_job_at_work_are_taken_one_after_the_other(tmp_path: Path, ba
     assert kinds(studied(tmp_path, stuck)) == [("missing", (2,))]
 
 
+def test_a_rank_that_died_under_gloo_is_told_where_some_calls_failed(tmp_path: Path) -> None:
+    """The others' all_reduce failed on rank 1 (retired, as if completed) and still waits on rank 0; rank 2 is gone."""
+    dumps = [Dump(rank, 4, backend="gloo").calls(10) for rank in (0, 1, 3)]
+    for dump in dumps:
+        dump.call("all_reduce", state="completed" if dump.rank == 1 else "scheduled")
+    analysis = analysed(tmp_path, dumps)
+    result = result_of(analysis, "desync", Desync)
+    assert result is not None and kinds(result) == [("no_dump", (2,))] and result.stuck
+    assert "rank 2 left no dump" in statement(result.culprits[0])
+    assert {"dump-missing", "missing-ranks"} & {note.id for note in analysis.data_quality}
+
+
 def test_who_is_in_a_group_may_be_unknown_where_all_ranks_left_a_dump(tmp_path: Path) -> None:
     """Gloo's dumps name no members: ranks 0 and 1 stand in one group and rank 2 in another."""
     dumps = [Dump(rank, 3, backend="gloo").calls(10) for rank in range(3)]
