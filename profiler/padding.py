@@ -10,7 +10,7 @@ What says it, first come first taken:
   prompt that is not learned, and no padding.)
 
 Only plain tensors in host memory and numpy arrays of at most :data:`MOST_ELEMENTS` are looked at, through numpy: no
-operator runs that a profiler, a compiler or the random numbers could notice.
+operator runs that a profiler, a compiler or the random numbers could notice, and the tensors stay as they are.
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ _IGNORED = -100  # torch.nn.CrossEntropyLoss's ignore_index
 _BOUNDARIES = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seqlens_q")
 _LENGTHS = ("lengths", "length", "seq_lens", "seqlens")
 _INTEGERS = frozenset("biu")
+#: What numpy calls the types that it has.
+_TYPES = {
+    torch.bool: "|b1",
+    torch.uint8: "|u1",
+    torch.int8: "|i1",
+    **{
+        getattr(torch, name): np.dtype(name).str
+        for name in ("int16", "int32", "int64", "float16", "float32", "float64")
+    },
+}
 
 
 class Padded(NamedTuple):
@@ -98,14 +108,43 @@ class _Attributes(Mapping[str, Any]):
 def _host(value: Any, dimensions: int) -> Array | None:
     """A small array of numbers in host memory, without a copy."""
     if type(value) is torch.Tensor:  # a subclass may be anywhere, or nowhere
-        if value.device.type != "cpu" or value.layout is not torch.strided or value.dtype is torch.bfloat16:
+        if value.dtype not in _TYPES or value.device.type != "cpu" or value.layout is not torch.strided:
             return None
-        if value.is_complex() or value.dim() != dimensions or not 0 < value.numel() <= MOST_ELEMENTS:
+        if value.dim() != dimensions or not 0 < value.numel() <= MOST_ELEMENTS:
             return None
-        value = value.detach().numpy()
+        value = _seen(value)
     if type(value) is not np.ndarray or value.ndim != dimensions or not 0 < value.size <= MOST_ELEMENTS:
         return None
     return value if value.dtype.kind in "biuf" else None
+
+
+class _Memory:
+    """Where a tensor lies, as ``numpy`` is told of it (``__array_interface__``, version 3)."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, owner: torch.Tensor) -> None:
+        size = owner.element_size()
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (owner.data_ptr(), True),
+            "typestr": _TYPES[owner.dtype],
+            "shape": tuple(owner.shape),
+            "strides": tuple(step * size for step in owner.stride()),
+        }
+
+
+def _seen(tensor: torch.Tensor) -> Array | None:
+    """A tensor's memory, to read. ``Tensor.numpy()`` would forbid its owner to resize it ever after, as buffers that are
+    used again are (``out=``), and modes and profilers would see what it calls."""
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if (
+        tensor.is_neg() or tensor.untyped_storage().nbytes() < needed
+    ):  # freed, as a shard that is gathered anew
+        return None
+    return np.asarray(_Memory(tensor))
 
 
 def _by_mask(mask: Array | None, shape: tuple[int, ...] | None) -> Padded | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trine.profiler.padding import MOST_ELEMENTS, MOST_LENGTHS, SequenceLengths, padding_of
 
@@ -123,3 +124,43 @@ def test_lengths_stay_bounded_and_spread_over_the_run() -> None:
     assert len(facts["lengths"]) == sum(facts["sequences"])
     assert min(facts["lengths"]) == 1 and max(facts["lengths"]) >= 15
     assert abs(np.mean(facts["lengths"]) - 8.5) < 1
+
+
+class _Calls(TorchDispatchMode):
+    """Hears of every operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_looking_leaves_tensors_as_they_are() -> None:
+    """A buffer that is used again for the next, longer batch grows; and no operator runs."""
+    mask, ids = MASK.clone(), IDS.clone()
+    with _Calls() as calls:
+        assert padding_of({"input_ids": ids, "attention_mask": mask}) is not None
+    assert calls.heard == []
+    mask.resize_(64, 64)
+    ids.resize_(64, 64)
+    assert mask.untyped_storage().resizable()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [MASK.T.contiguous().T, torch.cat([MASK, MASK * 0], dim=1)[:, :8], torch.cat([MASK * 0, MASK])[4:]],
+)
+def test_views_are_read_where_they_lie(mask: torch.Tensor) -> None:
+    found = padding_of({"input_ids": IDS, "attention_mask": mask})
+    assert found is not None and found.lengths.tolist() == [8, 5, 2, 1]
+
+
+def test_rows_that_share_memory_and_memory_that_was_freed() -> None:
+    found = padding_of({"attention_mask": MASK[1:2].expand(3, 8)})
+    assert found is not None and found.lengths.tolist() == [5, 5, 5]
+    freed = MASK.clone()
+    freed.untyped_storage().resize_(0)
+    assert padding_of({"attention_mask": freed}) is None
