@@ -1,5 +1,5 @@
-"""Parts of a rank that stay pickled until they are asked for: a thousand ranks' parts as objects would take four
-times the memory, and no study looks at another's."""
+"""Parts of a rank that stay pickled until they are asked for: as objects a thousand ranks' parts take three times
+the memory, and no study looks at another's."""
 
 from __future__ import annotations
 
