@@ -170,7 +170,11 @@ def _largest(keys: Array, length: Array, least: float, most: int) -> list[tuple[
     if not len(keys):
         return []
     lowest = int(keys.min())
-    sums = np.bincount(keys - lowest, weights=length)
+    return _most(np.bincount(keys - lowest, weights=length), least, most, lowest)
+
+
+def _most(sums: Array, least: float, most: int, lowest: int) -> list[tuple[int, int]]:
+    """(key, sum) of the largest sums; the first is that of key ``lowest``."""
     order = np.argsort(-sums, kind="stable")[:most].tolist()
     return [(place + lowest, int(sums[place])) for place in order if sums[place] > 0 and sums[place] >= least]
 
@@ -249,14 +253,15 @@ def _of_host(vanished: Vanished, path: Path) -> list[_Draft]:
     owner = np.where(path.work >= 0, _at(vanished.work_owner, path.work), _at(graph.owner, path.row))
     keys = _names(host, owner)
     counted = keys >= 0
-    keys = np.concatenate((keys[counted], stretch_name))
-    length = np.concatenate((path.lengths()[counted], path.host_time(timeline)))
+    width = len(host.strings) + 1
+    sums = np.bincount(stretch_name + 1, weights=path.host_time(timeline), minlength=width)
+    sums += np.bincount(keys[counted] + 1, weights=path.lengths()[counted], minlength=width)
     drafts = []
     lengths = vanished.length
     inside = (host["start_ns"] < graph.host_end_ns) & (host["end_ns"] > graph.begin_ns) & (host["name"] >= 0)
     calls = np.bincount(host["name"][inside], minlength=len(host.strings))
     by_name = _Grouped(stretch_name)
-    for key, on_path in _largest(keys, length, least, MOST_HOST_ENTRIES):
+    for key, on_path in _most(sums, least, MOST_HOST_ENTRIES, -1):
         stretches = by_name.of(key)
         work = work_name == key if key >= 0 else np.zeros(len(graph), dtype=bool)
         waits = wait_name == key if key >= 0 else np.zeros(len(graph.waits), dtype=bool)

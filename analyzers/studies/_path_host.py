@@ -126,7 +126,11 @@ def timeline_of(host: Table | None, parts: list[Changes], owner: Array, start: i
 
 def _of_thread(host: Table, rows: Array) -> Changes:
     start, end = host["start_ns"][rows], host["end_ns"][rows]
-    if (np.diff(start) <= 0).any():
+    if (start[1:] < start[:-1]).any():
+        order = np.argsort(start, kind="stable")
+        rows, start, end = rows[order], start[order], end[order]
+    # Files mostly write the enclosing span first; where one does not, the longer of two that start together does.
+    if ((start[1:] == start[:-1]) & (end[1:] > end[:-1])).any():
         order = np.lexsort((-end, start))
         rows, start, end = rows[order], start[order], end[order]
     # Ends before starts at one instant, inner ends before outer ones, outer starts before inner ones: the
