@@ -46,6 +46,8 @@ KEY = "memory_owners"
 
 #: Points of a rank's curve, each the highest of its stretch.
 MOST_POINTS = 400
+#: A step is seen to its end where the last event lies within this share of a step before it.
+END_SHARE = 0.1
 #: Owners of the peak and growing places that are kept.
 MOST_OWNERS = 30
 MOST_LEAKS = 8
@@ -302,7 +304,9 @@ def _leaks(book: Ledger, ends: Array) -> tuple[Leak, ...]:
     table, time = book.table, book.time_ns
     if not len(time):
         return ()
-    ends = ends[(ends >= time[0]) & (ends - 1 <= time[-1])]
+    # The last event of the last step comes a moment before that step's end; what it left alive is alive then.
+    late = END_SHARE * float(np.median(np.diff(ends))) if len(ends) > 1 else 0.0
+    ends = ends[(ends >= time[0]) & (ends - 1 <= time[-1] + late)]
     if book.paired is None or len(ends) < 2:
         return ()
     known = book.paired.start >= 0
