@@ -30,6 +30,8 @@ def memory_table(devices: Sequence[Device], held: Held, stacks: Stacks, strings:
     parts = [part for part in parts if len(part["bytes"])]
     if not parts:
         return None
+    if len(parts) == 1:
+        return Table("memory", parts[0], strings)
     return Table(
         "memory", {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, strings
     )
@@ -37,12 +39,12 @@ def memory_table(devices: Sequence[Device], held: Held, stacks: Stacks, strings:
 
 def _rows(device: Device, held: Held, stacks: Stacks, strings: Strings) -> dict[str, Array]:
     own, events = device.allocations, len(device.action)
-    categories = np.array([strings.code(name) for name in CATEGORIES], dtype=np.int64)[
+    categories = np.array([strings.code(name) for name in CATEGORIES], dtype=np.int32)[
         device.inferred.categories
     ]
-    owners = np.array(stacks.owners, dtype=np.int64)
-    texts = np.array(stacks.texts, dtype=np.int64)
-    actions = np.array([strings.code(name) for name in ACTIONS], dtype=np.int64)
+    owners = np.array(stacks.owners, dtype=np.int32)
+    texts = np.array(stacks.texts, dtype=np.int32)
+    actions = np.array([strings.code(name) for name in ACTIONS], dtype=np.int32)
     before = np.flatnonzero(own.start < 0)
     rows = np.flatnonzero(
         ~np.isin(device.action, [ACTIONS.index(name) for name in ("free", "other", "mark")])
@@ -53,7 +55,7 @@ def _rows(device: Device, held: Held, stacks: Stacks, strings: Strings) -> dict[
     sizes = np.where(of >= 0, own.size[of] if len(own.size) else 0, device.size[rows])
     down = ends | (action == ACTIONS.index("segment_free"))
     paired = (begins | ends) & (of >= 0)
-    missing = np.full(len(rows), -1, dtype=np.int64)
+    missing = np.full(len(rows), -1, dtype=np.int32)
     first = int(device.time_ns[0]) if events else 0
     # Totals while what was held is laid out; the last is what the history begins with.
     laid = np.cumsum(own.size[before])
