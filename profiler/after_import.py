@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ class _Finder(MetaPathFinder):
 
     def forget(self) -> None:
         """Wait no more."""
-        if self in sys.meta_path:
+        with contextlib.suppress(ValueError):  # another thread may import while a session ends
             sys.meta_path.remove(self)
 
     def find_spec(
@@ -53,7 +54,11 @@ class _Finder(MetaPathFinder):
         if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
-        original = loader.exec_module
+        original = getattr(loader, "exec_module", None)
+        if original is None or isinstance(
+            loader, type
+        ):  # not ours to change: the module is imported unnoticed
+            return spec
 
         def exec_module(module: ModuleType) -> None:
             original(module)
@@ -61,5 +66,6 @@ class _Finder(MetaPathFinder):
                 self.forget()
                 self._action()
 
-        loader.exec_module = exec_module
+        with contextlib.suppress(AttributeError):  # it may have slots
+            loader.exec_module = exec_module
         return spec

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 
@@ -162,10 +163,15 @@ class Session(Parts):
         """Say that the enclosed code is ``evaluation``, a ``checkpoint``, ``setup`` or ``other``, so that goodput leaves
         it out; or that it is ``work``, whatever it looks like (a rollout is no evaluation). In a step or between two.
 
-        Raises ``UsageError`` for another kind.
+        In another thread than the one that trains it says nothing: that holds nobody up. Raises ``UsageError`` for
+        another kind.
         """
         check_kind(kind)
-        with self.target().regions.inside(kind, "region"):
+        target = self.target()
+        if target.marker.thread != get_ident():
+            yield
+            return
+        with target.regions.inside(kind, "region"):
             yield
 
     def describe(self, **metadata: Any) -> None:

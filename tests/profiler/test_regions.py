@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import pickle
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +91,22 @@ def test_the_users_own_words_count_and_the_outermost_wins(tmp_path: Path) -> Non
     assert regions_of(tmp_path / "run") == [("work", "region"), ("evaluation", "region")]
 
 
+def test_what_another_thread_does_holds_nobody_up(tmp_path: Path) -> None:
+    training = Training()
+    with training.profile(tmp_path / "run") as prof:
+
+        def write() -> None:
+            with prof.region("checkpoint"):
+                pass
+
+        for ids in prof.steps(training.loader):
+            training.step(ids)
+            thread = threading.Thread(target=write)
+            thread.start()
+            thread.join(10)
+    assert regions_of(tmp_path / "run") == []
+
+
 def test_a_failing_save_raises_its_own_error_and_is_recorded(tmp_path: Path) -> None:
     training = Training()
     with training.profile(tmp_path / "run") as prof:
@@ -138,6 +157,29 @@ def test_a_module_that_is_imported_late_is_waited_for_until_it_is_given_up(
     for name in ("imported_late_one", "imported_late_two"):
         assert importlib.import_module(name).value == 1
     assert calls == ["one"]
+
+
+class _ClosedLoader(importlib.abc.Loader):
+    """A loader that takes no attribute."""
+
+    __slots__ = ()
+
+    def exec_module(self, module: Any) -> None:
+        module.value = 1
+
+
+class _StrangeFinder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, _ClosedLoader()) if name == "imported_strangely" else None
+
+
+def test_a_loader_that_cannot_be_watched_loads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [_StrangeFinder(), *sys.meta_path])
+    calls: list[str] = []
+    give_up = call_after_import("imported_strangely", lambda: calls.append("one"))
+    assert importlib.import_module("imported_strangely").value == 1
+    give_up()
+    assert calls in ([], ["one"])
 
 
 def test_losses_are_bitwise_the_same_with_masks_evaluation_and_checkpoints(tmp_path: Path) -> None:
