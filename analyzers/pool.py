@@ -46,13 +46,13 @@ def reduce_source(source: RankSource, selection: Selection) -> Outcome:
         return error
     except MemoryError:
         return UnreadableInput(
-            f"{source.path} does not fit in memory; analyse fewer ranks at a time (workers=1)"
+            f"{source.name} does not fit in memory; analyse fewer ranks at a time (workers=1)"
         )
     except Exception as error:  # one rank's defect must not cost the others
         if os.environ.get("TRINE_DEBUG"):
             raise
         return UnreadableInput(
-            f"{source.path}: unexpected {type(error).__name__}: {error}; "
+            f"{source.name}: unexpected {type(error).__name__}: {error}; "
             "set TRINE_DEBUG=1 to see where, and please report it"
         )
 
@@ -124,10 +124,10 @@ class _Worker:
             code = self._process.wait()
             if late.is_set():
                 return UnreadableInput(
-                    f"{source.path} was not read within {timeout_s:.0f} s and was given up"
+                    f"{source.name} was not read within {timeout_s:.0f} s and was given up"
                 )
             return UnreadableInput(
-                f"{source.path}: its reader ended with status {code} ({type(error).__name__}), perhaps for want of memory; "
+                f"{source.name}: its reader ended with status {code} ({type(error).__name__}), perhaps for want of memory; "
                 "analyse fewer ranks at a time (workers=1)"
             )
         finally:

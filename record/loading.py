@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import importlib
 import pkgutil
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -113,6 +114,8 @@ def _expand(path: Path) -> list[Path]:
         return [Path(match) for match in matches]
     if glob.has_magic(str(path)):
         raise UnreadableInput(f"no file matches {path}; quote the pattern and check the folder")
+    if re.match(r"[a-z][a-z0-9+.-]+:/[^/]", str(path)):
+        raise UnreadableInput(f"{path} is a URL that a Path object has shortened; give it as text")
     if path.is_symlink():
         raise UnreadableInput(f"{path} is a link to something that does not exist")
     raise UnreadableInput(f"{path} does not exist; check the path, or give the folder that holds the traces")

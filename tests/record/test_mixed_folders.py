@@ -15,6 +15,7 @@ from trace_builders import kernel, small, trace, written
 
 import trine
 from trine.analyzers import to_json
+from trine.record import _expansion
 from trine.record.errors import UnreadableInput, UsageError
 from trine.record.model import Job
 from trine.record.store import RankWriter
@@ -264,6 +265,20 @@ def test_sources_of_several_parts_travel_to_other_processes(tmp_path: Path) -> N
     dump(tmp_path / "fr_rank_0.json", world=1)
     source = pickle.loads(pickle.dumps(trine.load(tmp_path).sources[0]))
     assert source.read(source).flight_recorder is not None
+
+
+def test_a_folder_of_endless_files_is_cut_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_expansion, "_MOST_FILES", 3)
+    traces(tmp_path, world=5)
+    job = trine.load(tmp_path)
+    assert job.rank_ids == (0, 1, 2) and "only the first 3 files" in said(job, "too-many-files")
+
+
+def test_folders_are_walked_four_deep_and_hidden_ones_not(tmp_path: Path) -> None:
+    dump(tmp_path / "a/b/c/d/fr_rank_0.json", world=1)
+    dump(tmp_path / "a/b/c/d/e/fr_rank_1.json", world=1)
+    dump(tmp_path / ".cache/fr_rank_2.json", world=1)
+    assert trine.load(tmp_path).rank_ids == (0,)
 
 
 # --- archives -----------------------------------------------------------------------------------

@@ -204,6 +204,10 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert job.sources[0].path == tmp_path / "a b" / "rank0.json" and job.keep is None
 
 
+def test_a_url_as_a_path_object_is_told_to_be_text(traces: str) -> None:
+    assert "give it as text" in said(Path(traces))
+
+
 def test_a_url_and_a_path_are_one_job(traces: str, memory: Any, tmp_path: Path) -> None:
     memory.rm("/bucket/run/rank2.json")
     written(tmp_path / "rank2.json", small(2, 3))
