@@ -6,7 +6,8 @@ them are complete. ``all`` takes every event, also those that belong to no step.
 numbers, the end excluded.
 
 A device event belongs to the step in which it was *launched*: on real runs devices lag their hosts
-by more than a step. Events of no length are ignored.
+by more than a step. Events of no length are ignored. Where no device event at all has a launch record, none
+belongs to a step, and ``complete`` takes every event too.
 """
 
 from __future__ import annotations
@@ -102,9 +103,14 @@ def select(rank: Rank, selection: Selection, *, foreign: bool | None = None) -> 
         if not chosen:
             raise UsageError(f"--steps {selection.text} names no step of rank {rank.rank}; {_held(numbers)}")
         return _selected(rank.steps, chosen, everything=False)
-    if selection.text == "all" or (foreign and len(numbers) < 2) or not numbers:
+    if selection.text == "all" or (foreign and len(numbers) < 2) or not numbers or _launched_nowhere(rank.device):
         return _selected(rank.steps, numbers, everything=True)
     return _selected(rank.steps, numbers[:-1] if foreign else numbers, everything=False)
+
+
+def _launched_nowhere(device: Table | None) -> bool:
+    """Whether there is device work and none of it could be given to a step."""
+    return device is not None and len(device) > 0 and bool((device["step"] == MISSING).all())
 
 
 def _numbers(steps: Table | None) -> list[int]:

@@ -210,6 +210,12 @@ def _say_what_is_missing(
             "warning",
             "the source marks no steps, so step times and per-step gains cannot be said",
         )
+    elif selection.text == "complete" and selected.everything and len(selected.steps) > 1:
+        note(
+            "no-launches",
+            "warning",
+            "no device work has a launch record, so none belongs to a step: the whole trace is analysed",
+        )
     elif selection.text == "complete" and selected.everything and rank.format != "trine":
         note(
             "one-step",

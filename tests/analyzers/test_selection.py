@@ -65,6 +65,19 @@ def test_work_without_a_step_counts_only_under_all() -> None:
     assert select(rank, parse_selection("4:6")).holds(step).tolist() == [False, True, True, False]
 
 
+def test_where_nothing_has_a_launch_the_whole_trace_is_taken() -> None:
+    """A trace of the device alone beside step marks of the host: an empty window would help nobody."""
+    alone = [(10, 20, "compute", -1, MISSING), (150, 160, "communication", -1, MISSING)]
+    rank = rank_of(steps=STEPS, device=alone)
+    assert select(rank, parse_selection("complete")).everything
+    summary = summarize(rank, parse_selection("complete"))
+    assert summary.breakdown is not None and summary.breakdown.window_ns == 150
+    assert "no-launches" in {note.id for note in summary.quality}
+    some = rank_of(steps=STEPS, device=[*alone, (30, 40, "compute", -1, 3)])
+    assert not select(some, parse_selection("complete")).everything
+    assert "no-launches" not in {note.id for note in summarize(some, parse_selection("complete")).quality}
+
+
 def test_a_selection_that_names_no_step_says_which_there_are() -> None:
     with pytest.raises(UsageError, match="steps 3 to 5"):
         summarize(rank_of(steps=STEPS), parse_selection("7:9"))
