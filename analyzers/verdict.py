@@ -49,6 +49,7 @@ _BOUND = {
     "memory-near-limit": "memory that is nearly full",
     "fragmentation": "fragmented memory",
     "memory-leak": "memory that only grows",
+    "allocation-retries": "an allocator that struggles",
     "out-of-memory": "memory that ran out",
     "blocking-calls": "calls that wait for the device",
     "stage-imbalance": "uneven stages",

@@ -261,6 +261,18 @@ def test_out_of_memory_in_pieces_advises_expandable_segments(tmp_path: Path) -> 
         assert ("expandable_segments" in found.recommendation.why) != expandable
 
 
+@pytest.mark.parametrize(("times", "found"), [(4, True), (1, False)])
+def test_retries_of_a_device_of_unknown_size(tmp_path: Path, times: int, found: bool) -> None:
+    run = training(steps=2)
+    for turn in range(times):
+        run.event("segment_free", 1 << 40, (20 + turn) * MIB, run.forward())
+        run.free(run.alloc((21 + turn) * MIB, run.forward(), segment=True), run.forward())
+    told = findings(analysis_of(tmp_path, run)).get("allocation-retries")
+    assert (told is not None) == found
+    if told is not None:
+        assert told.evidence["retries"] == times
+
+
 def on_device(peak: float, **at_peak: float) -> Analysis:
     """A rank of DDP on a device of 80 GiB, its peak in GiB and what was alive there."""
     metadata = {
