@@ -108,10 +108,25 @@ def mutated_database(path: Path, random: random.Random) -> bytes:
     return copy.read_bytes()
 
 
+def mutated_folder(seed: Path, target: Path, random: random.Random) -> tuple[Path, int]:
+    """A record with a file changed, or one that is gone."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(seed, target)
+    files = sorted(path for path in target.rglob("*") if path.is_file())
+    for path in random.sample(files, random.choice((1, 1, 2))):
+        if random.random() < 0.1:
+            path.unlink()
+        else:
+            path.write_bytes(mutated(path.read_bytes(), random))
+    return target, sum(path.stat().st_size for path in files if path.is_file())
+
+
 def case_of(number: int, seeds: list[Path], folder: Path) -> tuple[Path, int]:
     """The file of a case, and its uncompressed bytes."""
     chance = random.Random(number)
     seed = chance.choice(seeds)
+    if seed.is_dir():
+        return mutated_folder(seed, folder / seed.name, chance)
     content = seed.read_bytes()
     packed = content[:2] == b"\x1f\x8b"
     if packed and chance.random() < 0.8:
@@ -178,7 +193,7 @@ def main() -> int:
     reader = _reader(format)
     for seed in seeds:  # what is imported or cached once is no growth of a case
         copy = folder / seed.name
-        shutil.copyfile(seed, copy)
+        (shutil.copytree if seed.is_dir() else shutil.copyfile)(seed, copy)
         read_everything(reader, copy)
         analyse(copy)
     signal.signal(signal.SIGALRM, _ring)

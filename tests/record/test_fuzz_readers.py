@@ -20,11 +20,13 @@ from typing import Any
 
 import mutated_files
 import pytest
+from record_rows import collective_rows, step_rows
 from trace_builders import small, written
 
 import trine
 from trine.record import readers
 from trine.record.errors import TrineError
+from trine.record.store import RankWriter
 
 CASES = int(os.environ.get("TRINE_FUZZ_CASES") or 0)
 FIRST = int(os.environ.get("TRINE_FUZZ_FIRST") or 0)
@@ -49,10 +51,8 @@ SEEDS: dict[str, tuple[str, ...]] = {
     "nsight": ("nsys/healthy_1pct.sqlite",),
     "pipeline_schedule": ("pipeline_schedule/pp8/pp_rank_0.json",),
 }
-#: A record is a folder: the recorder's own tests damage its files (test_native_reader.py, test_frames.py).
+#: A record is a folder, written here.
 FOLDERS = {"trine"}
-#: Of larger seeds a small relative is made, so that a case takes milliseconds.
-LARGEST_SEED = 200_000
 
 
 def formats() -> list[str]:
@@ -66,6 +66,8 @@ def test_every_reader_is_fuzzed() -> None:
 
 
 def seeds_of(format: str, data: Path, folder: Path) -> list[Path]:
+    if format == "trine":
+        return [written_record(folder / "run")]
     found = []
     for name in SEEDS[format]:
         source = data / "traces" / name
@@ -75,6 +77,19 @@ def seeds_of(format: str, data: Path, folder: Path) -> list[Path]:
         target.write_bytes(shortened(format, source.read_bytes()))
         found.append(target)
     return found
+
+
+def written_record(run: Path) -> Path:
+    """A finished run of two ranks with a deep window each."""
+    for rank in range(2):
+        writer = RankWriter(run, rank, 2)
+        writer.append({"parts": step_rows(0, 10), "collectives": collective_rows(0, 10)})
+        if rank == 0:
+            writer.describe_run({"name": "fuzzed"})
+        groups = [{"id": "0", "name": "0", "description": "default_pg", "ranks": [0, 1]}]
+        written(writer.folder / "window-00000.json", small(rank, 2))
+        writer.close({"state": "finished", "groups": groups, "metadata": {"backend": "gloo"}})
+    return run
 
 
 def shortened(format: str, content: bytes) -> bytes:
@@ -93,14 +108,14 @@ def _small_snapshot(snapshot: dict[str, Any]) -> bytes:
     return pickle.dumps(snapshot)
 
 
-@pytest.mark.parametrize("format", sorted(SEEDS))
+@pytest.mark.parametrize("format", sorted({*SEEDS, *FOLDERS}))
 def test_mutated_files_never_break_a_reader(format: str, data: Path, tmp_path: Path) -> None:
     seeds = tmp_path / "seeds"
     seeds.mkdir()
     files = [str(path) for path in seeds_of(format, data, seeds)]
     folder = tmp_path / "cases"
     folder.mkdir()
-    cases = CASES or 150
+    cases = CASES or 100
     command = [sys.executable, mutated_files.__file__, format, str(FIRST), str(cases), str(folder), *files]
     done = subprocess.run(
         command,
@@ -128,10 +143,9 @@ EVENT = b'{"ph":"X","cat":"kernel","name":"k","pid":0,"tid":7,"ts":1,"dur":2}'
         (b'{"traceEvents": [' + EVENT + b',{"ph":"X","name":"', b"a"),
         (b'{"traceEvents": [' + EVENT + b',{"ph":"X","args":', b"["),
         (b'{"traceEvents": [', b"{},"),
-        (b'{"traceEvents": [', b"},{"),
         (b'{"x": "', b"a"),
     ],
-    ids=["spaces", "a name", "nesting", "empty objects", "braces", "a head"],
+    ids=["spaces", "a name", "nesting", "empty objects", "a head"],
 )
 def test_a_small_file_that_unpacks_to_a_large_one(head: bytes, filling: bytes, tmp_path: Path) -> None:
     """50 KB of gzip that are 50 MB of nothing: bounded, and said."""
