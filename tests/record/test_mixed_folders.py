@@ -315,15 +315,23 @@ def test_an_archive_of_dumps_alone_is_cleaned_up(tmp_path: Path) -> None:
 
 
 def test_real_traces_dumps_and_a_snapshot_are_one_job(data: Path, tmp_path: Path) -> None:
-    for folder in ("kineto/gloo_ddp4_cpu", "flight_recorder/gloo_plain"):
-        for path in (data / "traces" / folder).iterdir():
-            shutil.copy(path, tmp_path)
-    shutil.copy(data / "traces/memory_snapshot/medium_128_training_memory_snapshot.pickle", tmp_path)
+    """Each study finds its own: the breakdown in the traces, the culprit in the dumps, the peak in the snapshot."""
+    found = data / "traces"
+    for path in [
+        *(found / "kineto/gloo_ddp4_cpu").iterdir(),
+        *(found / "flight_recorder/gloo_desync").iterdir(),
+    ]:
+        shutil.copy(path, tmp_path)
+    snapshot_file = found / "memory_snapshot/medium_128_training_memory_snapshot.pickle"
+    shutil.copy(snapshot_file, tmp_path / "rank2_snapshot.pickle")
     job = trine.load(tmp_path)
     assert (job.rank_ids, job.world_size, job.format) == ((0, 1, 2, 3), 4, "kineto")
-    assert set(job.formats) == {"kineto", "flight_recorder", "memory_snapshot"}
     result: dict[str, Any] = to_json(trine.analyze(job))
-    assert result["source"]["formats"][0] == "kineto" and len(result["source"]["formats"]) == 3
+    assert set(result["source"]["formats"]) == {"kineto", "flight_recorder", "memory_snapshot"}
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1, 2, 3]
     assert all(rank["breakdown_ns"] is not None for rank in result["ranks"])
+    (culprit,) = result["desync"]["culprits"]
+    assert (culprit["ranks"], culprit["sequence"]) == ([1], 30)
+    assert [rank["memory"]["peak_bytes"] > 1 << 30 for rank in result["ranks"]] == [False, False, True, False]
+    assert result["memory_owners"] is not None
     assert json.dumps(result)
