@@ -28,7 +28,10 @@ By = Literal["description", "callers", "operations", "ranks", "nothing"]
 #: Words of a description, most telling first: "expert data parallel" is data parallelism among experts' copies,
 #: and "data and context parallel" reduces gradients, so both are data.
 _WORDS: tuple[tuple[Kind, str], ...] = (
-    ("data", r"expert data|edp|data (?:modulo )?expert|data (?:and )?context|dp cp|dp shard cp|data parallel"),
+    (
+        "data",
+        r"expert data|edp|data (?:modulo )?expert|data (?:and )?context|dp cp|dp shard cp|data parallel",
+    ),
     ("expert", r"experts?|ep|moe|etp"),
     ("context", r"contexts?|cp|ring|ulysses"),
     ("tensor", r"tensors?|tp|sequence|sp"),
@@ -60,6 +63,8 @@ _CALLERS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
         ),
     ),
 )
+#: Most names tell nothing, and are asked once.
+_ANY_CALLER = re.compile("|".join(pattern.pattern for _, pattern in _CALLERS), re.IGNORECASE)
 #: Share of a group's calls whose callers must agree before they count.
 _AGREEING = 0.5
 
@@ -74,6 +79,8 @@ class GroupKind:
 
 def kind_of_caller(name: str) -> Kind | None:
     """What a function that issues collectives needs them for, ``None`` where its name does not tell."""
+    if _ANY_CALLER.search(name) is None:
+        return None
     return next((kind for kind, pattern in _CALLERS if pattern.search(name)), None)
 
 

@@ -86,21 +86,23 @@ def _callers(rank: Rank) -> Counter[tuple[str, Kind]]:
     found: Counter[tuple[str, Kind]] = Counter()
     if table is None or host is None:
         return found
-    told = [kind_of_caller(text) for text in host.strings.values]
+    around: list[Array] = []
+    row = table["host_row"]
+    while len(around) < _DEEPEST and (row >= 0).any():
+        around.append(np.where(row >= 0, host["name"][row], -1))
+        row = np.where(row >= 0, host["parent"][row], -1)
+    if not around:
+        return found
+    codes, place = np.unique(np.stack(around), return_inverse=True)
+    told = [kind_of_caller(host.strings.text(code) or "") for code in codes.tolist()]
     kinds: list[Kind] = sorted({kind for kind in told if kind is not None})
     if not kinds:
         return found
-    code = np.array([-1 if kind is None else kinds.index(kind) for kind in [*told, None]])[host["name"]]
-    row = table["host_row"].copy()
-    kind = np.full(len(table), -1)
-    for _ in range(_DEEPEST):
-        look = (row >= 0) & (kind < 0)
-        if not look.any():
-            break
-        kind[look] = code[row[look]]
-        row[look] = host["parent"][row[look]]
-    for group, one in zip(table["group"][kind >= 0].tolist(), kind[kind >= 0].tolist(), strict=True):
-        found[table.strings.text(group) or "", kinds[one]] += 1
+    kind = np.array([-1 if one is None else kinds.index(one) for one in told])[place].reshape(len(around), -1)
+    innermost = kind[(kind >= 0).argmax(axis=0), np.arange(kind.shape[1])]
+    for group, one in zip(table["group"].tolist(), innermost.tolist(), strict=True):
+        if one >= 0:
+            found[table.strings.text(group) or "", kinds[one]] += 1
     return found
 
 
@@ -113,8 +115,9 @@ def _exposed(rank: Rank, selected: Selected) -> list[tuple[tuple[str, bool], int
         start, end, chosen, compute = _on_device(rank, selected, table)
     else:
         start, end, chosen, compute = _on_host(rank, selected, table)
-    operations = [canonical_operation(text) in _PEER for text in [*table.strings.values, None]]
-    peer = np.array(operations)[table["operation"]]
+    codes, place = np.unique(table["operation"], return_inverse=True)
+    operations = [canonical_operation(table.strings.text(code)) in _PEER for code in codes.tolist()]
+    peer = np.array(operations)[place]
     key = table["group"].astype(np.int64) * 2 + peer
     found = []
     for one in np.unique(key[chosen]).tolist():
