@@ -159,7 +159,9 @@ def _advice(facts: Facts, finding: Finding) -> str:
     if gain.mid <= 0:
         return text
     lead = f"{text}, which would gain" if do else "; mending it would gain"
-    share = percent(gain.mid / facts.step_ns)
+    # Some gains are of a mean step, with what only some steps do (a checkpoint): then the share is too.
+    after = predicted.step_time_ns
+    share = percent(gain.mid / (facts.step_ns if after is None else after.mid + gain.mid))
     return f"{lead} about {duration(gain.mid)} a {facts.unit} ({share}; {interval(gain.low, gain.high)})"
 
 

@@ -23,6 +23,7 @@ from trine.analyzers.results import Analysis
 from trine.analyzers.selection import parse_selection, select
 from trine.analyzers.studies import Scope, result_of
 from trine.analyzers.studies.goodput import CAUSES, Goodput, reduce, to_json
+from trine.analyzers.verdict import _advice
 from trine.record.model import PHASES, Rank, Strings, Table
 from trine.record.store import RankWriter, attempt_folder
 
@@ -205,10 +206,10 @@ def test_trials_of_the_command_line_are_no_restarts() -> None:
 # --- findings ----------------------------------------------------------------------------------------
 
 
-def analysis_of(result: Goodput) -> Analysis:
+def analysis_of(result: Goodput, step_ns: int = 100 * MS) -> Analysis:
     from analysis_builders import build
 
-    return build(studies={"goodput": result})
+    return build(studies={"goodput": result}, step_ns=step_ns)
 
 
 def with_checkpoints(each: int, count: int = 4) -> Goodput:
@@ -231,6 +232,16 @@ def test_checkpoints_that_stop_training_are_found_and_short_ones_are_not() -> No
     ):
         assert checkpoint_stalls.find(gather(analysis_of(control))) is None
     assert "0.5 %" in str(checkpoint_stalls.healthy(gather(analysis_of(with_checkpoints(5 * MS)))))
+
+
+def test_the_share_that_is_promised_is_of_the_step_that_the_gain_is_of() -> None:
+    """The usual step is 10 ms, the mean one with its part of a checkpoint 100 ms."""
+    analysis = analysis_of(with_checkpoints(80 * MS), step_ns=10 * MS)
+    found = checkpoint_stalls.find(gather(analysis))
+    assert found is not None
+    assert "6.4 ms a step (6.4 %;" in " ".join(
+        _advice(gather(analysis), found).replace("6.40", "6.4").split()
+    )
 
 
 def restarted(gap: int, state: str = "failed") -> Goodput:
