@@ -100,8 +100,8 @@ class Meetings:
         ranks = {rank: position for position, rank in enumerate(self.links)}
         found: list[tuple[int, Array, Array, bool]] = []
         for blame in self.blames:
-            members = [rank for rank in blame.calls.ranks if rank in ranks]
-            columns = [blame.calls.ranks.index(rank) for rank in members]
+            columns = [column for column, rank in enumerate(blame.calls.ranks) if rank in ranks]
+            members = [blame.calls.ranks[column] for column in columns]
             if not members:
                 continue
             link = np.stack(

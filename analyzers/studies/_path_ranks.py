@@ -30,8 +30,10 @@ Array = npt.NDArray[Any]
 
 #: Ranks whose absence is replayed: those that hold most of the path or made the others wait longest.
 MOST_SUSPECTS = 6
-#: Calls above which nothing is replayed: it would take longer than the reading.
+#: Calls above which nothing is replayed: it would take longer than the reading. And calls of all ranks together:
+#: each takes a number a suspect.
 MOST_CALLS = 20_000
+MOST_LINKS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,10 @@ def _absences(
     meetings: Meetings, tallies: Mapping[int, _Tally], blames: Sequence[Blame], length: int
 ) -> tuple[dict[int, int], tuple[Without, ...], float | None]:
     """Gain by rank, the costliest rank and pair, and the error of the replay."""
+    links = meetings.links.values()
     if sum(len(blame.transfer) for blame in blames) > MOST_CALLS:
+        return {}, (), None
+    if len(links) * max(len(one.row) for one in links) > MOST_LINKS:
         return {}, (), None
     suspects = _suspects(tallies, blames)
     alone = [(rank,) for rank in suspects]
