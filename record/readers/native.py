@@ -349,7 +349,7 @@ def _of_one_start(described: dict[int, dict[str, Any]], quality: list[Quality]) 
     starts = {about.get("start") for about in described.values()}
     if len(starts) == 1:
         return described
-    newest = max(described.values(), key=lambda about: about.get("started_ns", 0))["start"]
+    newest = max(described.values(), key=lambda about: about.get("started_ns") or 0).get("start")
     kept = {rank: about for rank, about in described.items() if about.get("start") == newest}
     left = sorted(set(described) - set(kept))
     message = f"ranks {left} are from another start of this run and are left out; open their folders alone to see them"
