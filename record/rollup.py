@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._rolled_regions import rolled_regions
 from .frames import TABLES, FrameFile, Frames, decode_rows, encode_frame, read_frames
 from .model import MISSING, PHASES
 
@@ -352,7 +353,7 @@ def _coarser_totals(totals: list[dict[str, Any]], width: int) -> list[dict[str, 
 
 def _kept(content: Content, width: int) -> dict[str, dict[str, Any]]:
     """Rows that stay whole: of each bucket the slowest steps with their collectives, each metric's last reading, and
-    every region."""
+    regions, joined where they are many."""
     result: dict[str, dict[str, Any]] = {}
     parts = content.table("parts")
     kept: Array = np.zeros(0, np.int64)
@@ -370,9 +371,9 @@ def _kept(content: Content, width: int) -> dict[str, dict[str, Any]]:
     if samples is not None:
         result["samples"] = _rows(content, "samples", samples, _last_readings(samples, content, width))
     regions = content.table("regions")
-    if regions is not None:  # few: checkpoints and evaluations
-        everything = np.ones(len(regions["start_ns"]), dtype=bool)
-        result["regions"] = _rows(content, "regions", regions, everything)
+    if regions is not None:
+        few = rolled_regions(regions)
+        result["regions"] = _rows(content, "regions", few, np.ones(len(few["start_ns"]), dtype=bool))
     return {name: columns for name, columns in result.items() if len(next(iter(columns.values())))}
 
 
