@@ -137,6 +137,8 @@ def run_started_ns() -> int:
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:  # noqa: PTH123 - a file of the kernel
             ticks = int(file.read().rpartition(")")[2].split()[19])
+        if ticks <= 0:  # a sandbox that does not keep it
+            return now
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return now  # no Linux

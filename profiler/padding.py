@@ -140,9 +140,8 @@ def _seen(tensor: torch.Tensor) -> Array | None:
     used again are (``out=``), and modes and profilers would see what it calls."""
     last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    if (
-        tensor.is_neg() or tensor.untyped_storage().nbytes() < needed
-    ):  # freed, as a shard that is gathered anew
+    # Memory may have been freed, as that of a shard that is gathered anew.
+    if tensor.is_neg() or tensor.untyped_storage().nbytes() < needed:
         return None
     return np.asarray(_Memory(tensor))
 
@@ -202,6 +201,8 @@ def _by_positions(positions: Array | None, shape: tuple[int, ...] | None) -> Pad
 
 def _by_labels(labels: Array | None, tokens: Array | None) -> Padded | None:
     if labels is None or tokens is None or labels.shape != tokens.shape or labels.shape[1] < 2:
+        return None
+    if not (labels[:, -1] == _IGNORED).any():  # as in most batches, and far quicker to see
         return None
     ignored = _trailing(labels == _IGNORED)
     longest = int(ignored.argmax())
