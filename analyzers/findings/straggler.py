@@ -13,7 +13,7 @@ from trine.analyzers.units import duration, percent, rank_list
 
 from ._facts import Facts, RankFacts
 from ._gain import predict
-from ._pipelines import waits_are_bubble
+from ._pipelines import may_be_bubble
 from ._waits import LATE_SHARE, Late, late_ranks, latest
 
 __all__ = ["ID", "KIND", "find", "healthy"]
@@ -129,7 +129,7 @@ def _slower(rank: RankFacts, others: list[RankFacts]) -> LateActivity | None:
 def find(facts: Facts) -> Finding | None:
     """One or more ranks pass every threshold of lateness."""
     late = late_ranks(facts)
-    if not late or facts.step_ns is None or waits_are_bubble(facts):
+    if not late or facts.step_ns is None or may_be_bubble(facts):
         return None
     by_rank = {rank.rank: rank for rank in facts.ranks}
     doing = {culprit.rank: _doing(facts, by_rank[culprit.rank]) for culprit in late}
@@ -225,7 +225,7 @@ def _waited_in(facts: Facts, culprits: set[int]) -> list[dict[str, Any]]:
 def healthy(facts: Facts) -> str | None:
     """The costliest rank's lateness, when all ranks could be compared and none is late."""
     worst = latest(facts)
-    if worst is None or not facts.step_ns or late_ranks(facts) or waits_are_bubble(facts):
+    if worst is None or not facts.step_ns or late_ranks(facts) or may_be_bubble(facts):
         return None
     share = worst.cost_ns / facts.step_ns
     if share >= LATE_SHARE:

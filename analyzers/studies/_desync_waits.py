@@ -318,14 +318,8 @@ def _in_flight(node: Node, rings: Mapping[int, Ring], whole_world: bool) -> Culp
     hint = None if node.line is not None and node.line.stated and not node.line.absent else "others_unknown"
     if node.line is not None and set(node.line.ranks) - set(node.rows) and not node.line.absent:
         hint = "dumps_apart"
-    elif (
-        hint
-        and whole_world
-        and node.line is not None
-        and not node.line.stated
-        and len(node.rows) < len(rings)
-    ):
-        hint = "members_unknown"
+    elif hint and whole_world and node.line is not None and not node.line.stated:
+        hint = "members_unknown" if len(node.rows) < len(rings) else None
     return Culprit(
         "not_started" if unstarted else "in_flight",
         unstarted or tuple(node.rows),

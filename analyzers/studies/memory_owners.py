@@ -284,6 +284,7 @@ def _owned(
     )
 
 
+_OPTIMIZER_STEP = "Optimizer.step#"
 _SAID = ("operator ", "module ")
 
 
@@ -292,12 +293,19 @@ def _lines(table: Table, code: int) -> tuple[str, ...]:
 
 
 def _step_ends(whole: Rank, rank: Rank, facts: Mapping[str, Any]) -> Array:
-    """Ends of the steps, ascending: as marked, else as a snapshot's optimizer steps show them."""
+    """Ends of the steps, ascending: as marked, else as optimizer steps show them, in a snapshot or as annotations."""
     for steps in (whole.steps, rank.steps):
         if steps is not None and len(steps):
             ends = steps["end_ns"]
             return np.unique(ends[ends != MISSING])
-    return np.unique(np.array(facts.get("step_ends_ns") or [], dtype=np.int64))
+    if facts.get("step_ends_ns"):
+        return np.unique(np.array(facts["step_ends_ns"], dtype=np.int64))
+    # A profiler without a schedule marks no steps; torch's optimizers mark theirs.
+    host = whole.host
+    if host is None:
+        return np.empty(0, dtype=np.int64)
+    codes = [code for code, text in enumerate(host.strings.values) if text.startswith(_OPTIMIZER_STEP)]
+    return np.unique(host["end_ns"][np.isin(host["name"], codes)])
 
 
 def _leaks(book: Ledger, ends: Array) -> tuple[Leak, ...]:

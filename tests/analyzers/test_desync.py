@@ -308,6 +308,14 @@ def test_a_rank_that_died_under_gloo_is_told_where_some_calls_failed(tmp_path: P
     assert {"dump-missing", "missing-ranks"} & {note.id for note in analysis.data_quality}
 
 
+def test_all_ranks_of_a_job_in_one_call_are_all_whatever_the_dumps_say_of_the_group(tmp_path: Path) -> None:
+    dumps = [Dump(rank, 2, backend="gloo").calls(10) for rank in range(2)]
+    for dump in dumps:
+        dump.call("all_reduce", state="started")
+    result = studied(tmp_path, dumps)
+    assert not result.stuck and statement(result.culprits[0]).startswith("All 2 ranks are in all_reduce")
+
+
 def test_who_is_in_a_group_may_be_unknown_where_all_ranks_left_a_dump(tmp_path: Path) -> None:
     """Gloo's dumps name no members: ranks 0 and 1 stand in one group and rank 2 in another."""
     dumps = [Dump(rank, 3, backend="gloo").calls(10) for rank in range(3)]

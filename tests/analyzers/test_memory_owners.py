@@ -22,7 +22,7 @@ from trine.analyzers.results import Analysis, Finding, MemorySummary
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies._memory_frees import freed
 from trine.analyzers.studies._memory_leaks import growing, median_slope
-from trine.analyzers.studies.memory_owners import MemoryOwners, RankMemory
+from trine.analyzers.studies.memory_owners import MemoryOwners, RankMemory, _step_ends
 from trine.record.loading import load
 from trine.record.model import HOST_KINDS, Rank, Strings, Table
 
@@ -200,6 +200,28 @@ def test_a_cache_that_grows_while_tokens_are_generated_is_no_leak(tmp_path: Path
     analysis = analysis_of(tmp_path, run)
     assert first(analysis).leaks[0].owner == "me/model.py:20 forward"
     assert analysis.findings == ()
+
+
+def test_where_no_step_is_marked_the_optimizers_annotations_end_them() -> None:
+    """torch.profiler without a schedule marks no steps; ``Optimizer.step#`` is there all the same."""
+    strings = Strings()
+    names = [
+        strings.code(text) for text in ("Optimizer.step#AdamW.step", "aten::mm", "Optimizer.step#AdamW.step")
+    ]
+    host = Table(
+        "host",
+        {
+            "start_ns": [80, 110, 180],
+            "end_ns": [95, 120, 195],
+            "kind": [HOST_KINDS.index(kind) for kind in ("annotation", "operator", "annotation")],
+            "name": names,
+        },
+        strings,
+    )
+    rank = Rank(0, "it", "kineto", strings, host=host)
+    assert _step_ends(rank, rank, {}).tolist() == [95, 195]
+    assert _step_ends(rank, rank, {"step_ends_ns": [7]}).tolist() == [7]
+    assert _step_ends(Rank(0, "it", "kineto", strings), rank, {}).tolist() == []
 
 
 def sampled(levels: list[float], kind: str = "device", steps: int = 80) -> Analysis:
