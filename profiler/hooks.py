@@ -243,7 +243,7 @@ class Hooks:
         self._patch(scaler, "step", _wrap_scaler_step(scaler.step))
         self._patch(_BaseDataLoaderIter, "__next__", _wrap_loader_next(_BaseDataLoaderIter.__next__))
         guard = self._watcher.guard
-        guard.run("checkpoints", self._time_saving, "torch", "torch.serialization", ("save",))
+        guard.run("checkpoints", self._time_saving, "torch", ("save",))
         self._forget_import = call_after_import(
             _CHECKPOINT, functools.partial(guard.run, "checkpoints", self._time_checkpoints)
         )
@@ -251,21 +251,15 @@ class Hooks:
 
     def _time_checkpoints(self) -> None:
         """``torch.distributed.checkpoint`` has been imported, which a script may do only when it saves."""
-        self._time_saving(_CHECKPOINT, f"{_CHECKPOINT}.state_dict_saver", ("save", "async_save"))
+        self._time_saving(_CHECKPOINT, ("save", "async_save"))
 
-    def _time_saving(self, package: str, module: str, names: Sequence[str]) -> None:
-        """Both places where a function is found get the same wrapper, as pickling it by name demands."""
+    def _time_saving(self, package: str, names: Sequence[str]) -> None:
+        """Only where the package shows them: in the module that defines them stay the originals, under which whoever
+        imported one before is pickled."""
+        owner = sys.modules[package]
         for name in names:
-            owners = [
-                sys.modules[place] for place in (module, package) if hasattr(sys.modules.get(place), name)
-            ]
-            if not owners:
-                continue
-            original = getattr(owners[0], name)
-            ours = saving(original, f"{package}.{name}", _regions_here)
-            for owner in owners:
-                if getattr(owner, name) is original:
-                    self._patch(owner, name, ours)
+            if hasattr(owner, name):
+                self._patch(owner, name, saving(getattr(owner, name), package, name, _regions_here))
 
     def watch(self, model: Any) -> None:
         """Hook the forward of one more model."""

@@ -106,17 +106,23 @@ class Regions:
             self.add("evaluation", "forward without gradients", start, end)
 
 
-def saving(original: Callable[..., Any], name: str, here: Callable[[], Regions | None]) -> Callable[..., Any]:
-    """A function that saves, timed. ``here`` says where to note it: None in other threads and without a session."""
+def saving(
+    original: Callable[..., Any], package: str, name: str, here: Callable[[], Regions | None]
+) -> Callable[..., Any]:
+    """``package.name``, which saves, timed. ``here`` says where to note it: None in other threads and without a session.
+
+    It is found, and so pickled, as ``package.name``.
+    """
 
     @functools.wraps(original)
     def save(*arguments: Any, **keywords: Any) -> Any:
         regions = None if torch.compiler.is_compiling() else here()
         if regions is None:
             return original(*arguments, **keywords)
-        with regions.inside("checkpoint", name):
+        with regions.inside("checkpoint", f"{package}.{name}"):
             return original(*arguments, **keywords)
 
+    save.__module__ = package
     return save
 
 
