@@ -72,5 +72,7 @@ def _name_of_file(path: Path) -> str | None:
         return "a gzip file within a gzip file (unpack it once)"
     if head[:4] == b"PK\x03\x04":
         return "a zip archive (unpack it)"
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return "a pickle of something else than a memory snapshot or a flight recorder's dump"
     by_ending = next((name for ending, name in _ENDINGS if path.name.lower().endswith(ending)), None)
     return by_ending or next((name for marks, name in _MARKS if all(mark in head for mark in marks)), None)

@@ -259,6 +259,9 @@ def test_reports_of_other_tools_are_named(tmp_path: Path) -> None:
     )
     (tmp_path / "report1.nsys-rep").unlink()
     assert "speedscope" in refused(tmp_path)
+    (tmp_path / "x.speedscope.json").unlink()
+    (tmp_path / "weights.pickle").write_bytes(pickle.dumps([1, 2]))
+    assert "a pickle of something else" in refused(tmp_path / "weights.pickle")
 
 
 def test_what_is_known_but_not_read_is_said_beside_traces(folder: Path) -> None:
