@@ -247,11 +247,13 @@ def _of_host(vanished: Vanished, path: Path) -> list[_Draft]:
         return []
     least = LEAST_SHARE * (graph.end_ns - graph.begin_ns)
     stretch_name = _names(host, timeline.owner)
-    work_name = _names(host, vanished.work_owner)
+    # A bare call, in no operator, did not ask for the work: it counts for its own time alone.
+    worker = np.where(_is_call(host, vanished.work_owner), -2, vanished.work_owner)
+    work_name = np.where(worker == -2, -2, _names(host, worker))
     wait_name = _names(host, vanished.wait_owner)
     # Work counts for the operator that launched it, the return of a blocking call for the one that made it.
-    owner = np.where(path.work >= 0, _at(vanished.work_owner, path.work), _at(graph.owner, path.row))
-    keys = _names(host, owner)
+    owner = np.where(path.work >= 0, _at(worker, path.work), _at(graph.owner, path.row))
+    keys = np.where(owner == -2, -2, _names(host, owner))
     counted = keys >= 0
     width = len(host.strings) + 1
     sums = np.bincount(stretch_name + 1, weights=path.host_time(timeline), minlength=width)
@@ -273,6 +275,12 @@ def _of_host(vanished: Vanished, path: Path) -> list[_Draft]:
         count = int(calls[key]) if key >= 0 else 0
         drafts.append(_Draft(kind, name, count, on_path, total, vanished.host(stretches, work, waits)))
     return drafts
+
+
+def _is_call(host: Any, rows: Array) -> Array:
+    """Which rows are runtime calls themselves, and not an operator or a frame around them."""
+    kind = host["kind"][np.maximum(rows, 0)] if len(rows) else np.empty(0, dtype=np.uint8)
+    return (rows >= 0) & np.isin(kind, (_RUNTIME, _SYNC))
 
 
 def _names(host: Any, rows: Array) -> Array:

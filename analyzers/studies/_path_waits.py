@@ -284,7 +284,22 @@ def _waited_for(graph: Graph, rank: Rank, launches: Launches, rows: Array, start
             ended & right & ((work < 0) | (graph.end[np.maximum(last, 0)] > graph.end[np.maximum(work, 0)]))
         )
         work[later] = last[later]
+    _for_the_unlaunched(graph, start, end, stream == MISSING, work)
     return _own_copies(graph, rows, end, work)
+
+
+def _for_the_unlaunched(graph: Graph, start: Array, end: Array, unstated: Array, work: Array) -> None:
+    """Work launched before the trace began is waited for as well: the call returns just after it has ended."""
+    lost = np.flatnonzero(graph.launch == NEVER)
+    if not len(lost) or not len(end):
+        return
+    lost = lost[np.argsort(graph.end[lost], kind="stable")]
+    place = np.searchsorted(graph.end[lost], end + ROUNDING_NS, side="right") - 1
+    last = lost[np.maximum(place, 0)]
+    ended = graph.end[last]
+    fits = unstated & (place >= 0) & (ended > start) & (graph.start[last] < end) & (end - ended <= RESUMES_NS)
+    fits &= (work < 0) | (ended > graph.end[np.maximum(work, 0)])
+    work[fits] = last[fits]
 
 
 def _own_copies(graph: Graph, rows: Array, end: Array, work: Array) -> Array:

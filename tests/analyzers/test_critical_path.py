@@ -266,6 +266,24 @@ def test_a_silent_host_that_goes_on_when_its_work_ends_was_waiting() -> None:
     assert busy.segments_ns["operator"] >= 450_000
 
 
+def test_work_launched_before_the_trace_is_what_the_first_blocking_call_waits_for() -> None:
+    rank = simulate([Step((Launch(900_000), Sync(), Host(10_000, "aten::view"), Launch(10_000)))])
+    assert rank.device is not None
+    rank.device.columns["launch"][0] = -1
+    rank.device.columns["step"][0] = MISSING
+    path = path_of(rank)
+    assert path.segments_ns["kernel"] >= 900_000 and path.segments_ns["synchronization"] < 10_000
+
+
+def test_a_bare_launching_call_is_not_taken_for_the_work_it_launches() -> None:
+    rank = simulate([Step(tuple([Launch(50_000)] * 20))])
+    called = [entry for entry in path_of(rank).entries if entry.name == "cudaLaunchKernel"]
+    assert all(entry.total_ns <= 20 * CALL_NS for entry in called)
+    owned = path_of(simulate([Step(tuple([Launch(50_000, operator="aten::mm")] * 20))]))
+    (product,) = [entry for entry in owned.entries if entry.name == "aten::mm"]
+    assert product.total_ns >= 20 * 50_000
+
+
 # --- real traces ---------------------------------------------------------------------------------------
 
 

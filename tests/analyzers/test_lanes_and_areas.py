@@ -14,8 +14,8 @@ from rich.cells import cell_len
 
 from trine.analyzers.diagnose import diagnose
 from trine.analyzers.reports import figures, html, markdown, text
-from trine.analyzers.reports.lanes import letters, row_of_cells, without_slivers
 from trine.analyzers.reports.document import Areas, Bars, Block, Column, Lanes, Section, Table
+from trine.analyzers.reports.lanes import letters, row_of_cells, without_slivers
 from trine.analyzers.results import Analysis
 
 NUMBERS = Table((Column("stage"), Column("bubble", "right")), (("0", "30 %"), ("1", "33 %")))
