@@ -225,7 +225,7 @@ def test_folders_without_traces(tmp_path: Path) -> None:
         ("a.json", b"[" * 10, "not a trace"),
         ("a.json.gz", b"", "is empty"),
         ("a.txt", b"hello", "in no format that can be read"),
-        ("a.pickle", pickle.dumps({"a": 1}), "in no format that can be read"),
+        ("a.pickle", pickle.dumps({"a": 1}), "a pickle of something else"),
         ("a.tar", b"no archive", "damaged"),
         ("a.tar.gz", b"\x1f\x8b no archive", "damaged"),
     ],
