@@ -34,7 +34,7 @@ dt{color:var(--quiet)}dd{margin:0;overflow-wrap:anywhere}
 .kind{font-size:13px;color:var(--computation);margin:0 0 2px}.fault .kind{color:var(--fault)}
 pre,code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 pre{background:var(--ground);border:1px solid var(--rule);border-radius:3px;padding:8px 12px;margin:8px 0;overflow-x:auto}
-.items li{display:flex;gap:10px;padding:5px 0}.mark{min-width:18px;color:var(--quiet)}
+.items li{display:flex;gap:10px;padding:5px 0}.mark{min-width:18px;flex:none;color:var(--quiet)}
 .good .mark{color:var(--memory)}.bad .mark{color:var(--fault)}
 figure.wide{margin:14px 0 0}figcaption{font-size:14px;margin-bottom:4px}
 svg{display:block;width:100%;height:auto}svg text{font-size:12px;fill:var(--ink)}svg .label{fill:var(--quiet)}
