@@ -32,6 +32,8 @@ _KIND = {name: index for index, name in enumerate(HOST_KINDS)}
 
 #: Examples are looked up for this many longest stretches; the rest are short and alike.
 _MOST_EXAMPLES = 400
+#: A Python frame names a stretch's Python where it did this share of it itself.
+_MOST_OF_SHARE = 0.5
 #: An activity that takes less than this share of its stretch needs no example.
 _LEAST_SHARE = 0.1
 
@@ -60,21 +62,24 @@ class _Doing:
     own: Array
     name: Array
     table: Table | None
+    itself: bool = False
 
-    def examples(self, start: Array, end: Array) -> list[str | None]:
-        """For each stretch the longest of the spans that begin inside, by the part that lies inside."""
+    def examples(self, start: Array, end: Array, share: Array) -> list[str | None]:
+        """For each stretch the longest of the spans that begin inside, by the part that lies inside. A frame is named
+        only where it holds most of the ``share`` of its stretch: Python runs outside every span too."""
         if self.table is None:
             return [None] * len(start)
         first, last = np.searchsorted(self.start, start), np.searchsorted(self.start, end)
-        return [
-            self._longest(*place) for place in zip(first.tolist(), last.tolist(), end.tolist(), strict=True)
-        ]
+        least = share * _MOST_OF_SHARE if self.itself else np.zeros(len(start))
+        places = zip(first.tolist(), last.tolist(), end.tolist(), least.tolist(), strict=True)
+        return [self._longest(*place) for place in places]
 
-    def _longest(self, first: int, last: int, end: int) -> str | None:
+    def _longest(self, first: int, last: int, end: int, least: float) -> str | None:
         if self.table is None or first >= last:
             return None
         inside = np.minimum(self.own[first:last], end - self.start[first:last])
-        return self.table.strings.text(int(self.name[first + int(inside.argmax())]))
+        longest = int(inside.argmax())
+        return self.table.strings.text(int(self.name[first + longest])) if inside[longest] >= least else None
 
 
 def before_collectives(rank: Rank, rows: Array) -> Before:
@@ -137,7 +142,7 @@ def _examples(
     examples = {}
     for doing in doings:
         chosen = longest[shares[doing.activity][longest] >= _LEAST_SHARE * length[longest]]
-        found = doing.examples(start[chosen], end[chosen])
+        found = doing.examples(start[chosen], end[chosen], shares[doing.activity][chosen])
         examples[doing.activity] = {
             row: name for row, name in zip(chosen.tolist(), found, strict=True) if name is not None
         }
@@ -209,11 +214,17 @@ def _doing(activity: str, table: Table, mask: Array, itself: bool = False) -> _D
     start, end = table["start_ns"][rows], table["end_ns"][rows]
     own = end - start
     if itself:
+        named = ~np.isin(table["name"][rows], _step_marks(table))  # the whole step names nothing
+        rows, start, end, own = rows[named], start[named], end[named], own[named]
         parent, duration = table["parent"], table["end_ns"] - table["start_ns"]
         inside = np.flatnonzero(parent >= 0)
         within = np.bincount(parent[inside], weights=duration[inside], minlength=len(table))
         own = np.maximum(own - within[rows].astype(np.int64), 0)
-    return _Doing(activity, union(start, end), start, own, table["name"][rows], table)
+    return _Doing(activity, union(start, end), start, own, table["name"][rows], table, itself)
+
+
+def _step_marks(host: Table) -> list[int]:
+    return [code for code, text in enumerate(host.strings.values) if text.startswith("ProfilerStep")]
 
 
 def _communicates(host: Table) -> Array:

@@ -29,6 +29,8 @@ Array = npt.NDArray[Any]
 
 #: Ranks whose median stands for all others': more change little and cost time.
 _MOST_OTHERS = 16
+#: What a rank did longer than the others before a call explains its lateness from this share of it on.
+EXPLAINS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +183,15 @@ def _doings(
         excess = _excess(one, column, guilty, summaries)
         if excess is not None:
             names = list(summary.activity_ns)
-            worst = excess.argmax(axis=1)
+            worst, late = excess.argmax(axis=1), one.late[guilty]
             for place, (row, most) in enumerate(zip(rows.tolist(), worst.tolist(), strict=True)):
-                if excess[place, most] > 0 and activities[place] != "unknown":
+                more = excess[place, most]
+                if activities[place] == "unknown":
+                    continue
+                if place and more < EXPLAINS * late[place] and guilty[place] == guilty[place - 1] + 1:
+                    # It was late before that: calls issued one after the other are all as late as the first.
+                    activities[place], examples[place] = activities[place - 1], examples[place - 1]
+                elif more > 0:
                     activities[place] = names[most]
                     examples[place] = summary.activity_spans.get(names[most], {}).get(row)
     if "unknown" in activities:
@@ -199,9 +207,7 @@ def _excess(one: Blame, column: int, guilty: Array, summaries: Mapping[int, Rank
     """Time in each activity before the calls beyond the other ranks' median, of shape (calls, activities)."""
     known = summaries[one.calls.ranks[column]].activity_ns
     others = [
-        place
-        for place, rank in enumerate(one.calls.ranks)
-        if place != column and summaries[rank].activity_ns
+        place for place, rank in enumerate(one.calls.ranks) if place != column and summaries[rank].activity_ns
     ]
     if not others:
         return None

@@ -116,6 +116,16 @@ def test_a_frame_is_named_by_what_it_did_itself() -> None:
     assert before.examples["compute"] == {1: "aten::mm"}
 
 
+def test_a_frame_or_step_mark_that_did_little_itself_names_nothing() -> None:
+    host = [
+        OPERATOR,
+        (111, 199, "annotation", "ProfilerStep#3"),
+        (180, 190, "annotation", "forward"),
+    ]
+    before = before_collectives(rank_of(host=host, collectives=calls_at([100, 200], [110, 210])), ROWS)
+    assert before.activity[1] == "python" and before.example[1] is None
+
+
 def test_windows_of_one_rank_follow_each_other() -> None:
     before = before_collectives(on_device(host=[OPERATOR, (115, 190, "loader", "next")]), ROWS)
     joined = joined_befores([before, before])

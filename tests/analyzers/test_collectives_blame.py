@@ -154,6 +154,26 @@ def test_what_made_a_rank_late_is_what_it_did_beyond_the_others() -> None:
     assert beside(5, 100) == [("compute", 30 * MS, "aten::linear")]
 
 
+def test_calls_issued_together_are_late_for_one_reason() -> None:
+    """Two buckets of a backward pass: a sleep before the forward makes the second as late as the first."""
+
+    def rank(number: int, late: int, python: int) -> RankSummary:
+        spans = {"python": {0: "sleep"}, "compute": {1: "aten::mm"}} if late else {}
+        return summary_of(
+            number,
+            calls_at([(100 + late) * MS, (110 + late) * MS], [300 * MS, 310 * MS]),
+            activity=["compute", "compute"],
+            activity_ns={"compute": np.array([90, 10]) * MS, "python": np.array([python, 0]) * MS},
+            activity_spans=spans,
+        )
+
+    share = concluded(rank(0, 0, 5), rank(1, 100, 105)).ranks[1].communication
+    assert share is not None
+    assert [(one.activity, one.total_ns, one.example) for one in share.late_doing] == [
+        ("python", 200 * MS, "sleep")
+    ]
+
+
 def test_waits_are_never_below_zero_and_untimed_calls_count_nothing() -> None:
     one = [*calls_at([0, 20], [10, 30]), {"operation": "all_reduce", "group": "0"}]
     other = [*calls_at([9, 12], [5, 30]), {"operation": "all_reduce", "group": "0"}]
