@@ -56,6 +56,9 @@ _COMPRESS_ABOVE_BYTES = 256
 #: No frame that we write comes near this; a damaged length must not make a reader allocate gigabytes.
 _LARGEST_PAYLOAD_BYTES = 256 << 20
 
+#: Rows of one frame take no bytes where a column is constant, so that a damaged number could ask for any memory.
+_MOST_ROWS = 1 << 24
+
 #: Enough for the first frame of a file, which says what it is.
 _HEAD_BYTES = 1 << 16
 
@@ -132,8 +135,20 @@ def _frame_at(data: bytes, position: int) -> tuple[dict[str, Any] | None, int]:
     payload = data[start : start + length]
     if zlib.crc32(payload) != checksum:
         return None, position
-    body = zlib.decompress(payload[1:]) if payload[0] == 1 else payload[1:]
-    return msgspec.msgpack.decode(body), start + length
+    try:
+        message = msgspec.msgpack.decode(_inflated(payload[1:]) if payload[0] == 1 else payload[1:])
+    except (zlib.error, msgspec.DecodeError):  # sound by its checksum, and yet none that we wrote
+        return None, position
+    return (message, start + length) if isinstance(message, dict) else (None, position)
+
+
+def _inflated(data: bytes) -> bytes:
+    """Raises ``zlib.error`` for what unpacks to more than any frame that we write."""
+    unpacker = zlib.decompressobj()
+    body = unpacker.decompress(data, _LARGEST_PAYLOAD_BYTES)
+    if not unpacker.eof:
+        raise zlib.error("cut, or larger than any frame")
+    return body
 
 
 def _next_good(data: bytes, position: int) -> int:
@@ -215,9 +230,12 @@ def decode_rows(message: Mapping[str, Any], strings: list[str]) -> dict[str, Arr
     """Columns of a rows frame; text columns as codes into ``strings``, to which the frame's own were added.
 
     Columns that this version does not know are left out; columns that the frame lacks are missing values.
+    Raises ``ValueError``, ``TypeError`` or ``KeyError`` on a frame that no recorder wrote.
     """
-    strings.extend(message["strings"])
+    strings.extend(str(text) for text in message["strings"])
     rows = int(message["rows"])
+    if not 0 <= rows <= _MOST_ROWS:
+        raise ValueError(f"a frame of {rows} rows")
     result: dict[str, Array] = {}
     for name, kind in TABLES[message["table"]].items():
         encoded = message["columns"].get(name)
@@ -233,6 +251,8 @@ def decode_rows(message: Mapping[str, Any], strings: list[str]) -> dict[str, Arr
         else:
             narrow = np.frombuffer(data, dtype={1: np.uint8, 2: np.uint16, 4: np.uint32}[width])
             result[name] = narrow.astype(np.int64) + base
+        if len(result[name]) != rows:
+            raise ValueError(f"{len(result[name])} values of {name} in a frame of {rows} rows")
     return result
 
 

@@ -62,14 +62,20 @@ class Content:
         self.torn_bytes += file.torn_bytes
         self.damaged += file.damaged
         for message in file.messages:
-            kind = message["kind"]
-            if kind == "rollup":
-                self.histograms.extend(message["histograms"])
-                self.collective_totals.extend(message["collectives"])
-            elif kind == "rows" and message["table"] in TABLES:
-                columns = decode_rows(message, local)
-                self._translate(message["table"], columns, local, codes)
-                self.tables.setdefault(message["table"], []).append(columns)
+            try:
+                self._take(message, local, codes)
+            except (KeyError, TypeError, ValueError, OverflowError):  # sound by its checksum, yet not ours
+                self.damaged += 1
+
+    def _take(self, message: dict[str, Any], local: list[str], codes: dict[str, int]) -> None:
+        kind = message["kind"]
+        if kind == "rollup":
+            self.histograms.extend(message["histograms"])
+            self.collective_totals.extend(message["collectives"])
+        elif kind == "rows" and message["table"] in TABLES:
+            columns = decode_rows(message, local)
+            self._translate(message["table"], columns, local, codes)
+            self.tables.setdefault(message["table"], []).append(columns)
 
     def _translate(
         self, table: str, columns: dict[str, Array], local: list[str], codes: dict[str, int]
@@ -97,7 +103,11 @@ def content_of(paths: Iterable[Path]) -> Content:
 
 def live_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Roll-ups and segments that count, oldest first: those that no roll-up replaces."""
-    rollups, segments = sorted(folder.glob("rollup-*.trine")), sorted(folder.glob("rows-*.trine"))
+    # Files alone: reading a pipe of such a name would wait for ever.
+    rollups, segments = (
+        sorted(path for path in folder.glob(pattern) if path.is_file())
+        for pattern in ("rollup-*.trine", "rows-*.trine")
+    )
     replaced: set[str] = set()
     for path in rollups:
         with contextlib.suppress(OSError):

@@ -16,7 +16,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
-__all__ = ["natural", "rank_of_name", "ranks_of_names"]
+__all__ = ["MOST_RANKS", "natural", "rank_of_name", "ranks_of_names"]
+
+#: No job has more ranks. A damaged world size must not have a reader count to it.
+MOST_RANKS = 1_000_000
 
 #: Folders above a file whose names may tell files apart (``rank_3/profile/trace.json``).
 _DEEPEST = 4

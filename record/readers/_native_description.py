@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from ._names import MOST_RANKS
 
 __all__ = ["why_damaged"]
 
 Facts = dict[str, Any] | None
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+_WorldSize = Annotated[int, msgspec.Meta(ge=0, le=MOST_RANKS)]
 
 
 class _Group(msgspec.Struct):
@@ -52,8 +56,9 @@ class _Metadata(msgspec.Struct):
 class _Description(msgspec.Struct):
     """Keys that are not named here are let through: a later version may know more."""
 
-    rank: int | None = None
-    world_size: int | None = None
+    rank: _Rank | None = None
+    world_size: _WorldSize | None = None
+    start: str | int | None = None
     host: str | None = None
     process: int | None = None
     started_ns: int | None = None

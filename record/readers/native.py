@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -23,7 +24,7 @@ FORMAT = "trine"
 
 #: Of ``rank.json``, what becomes metadata beside the metadata itself.
 _STATE = ("state", "attempt", "start", "started_ns", "ended_ns", "error")
-_RANK_FOLDER = re.compile(r"rank-(\d+)$")
+_RANK_FOLDER = re.compile(r"rank-(\d{1,6})$")
 _ATTEMPT_FOLDER = re.compile(r"attempt-(\d+)$")
 
 
@@ -244,7 +245,7 @@ def _say_what_happened(rank: Rank, about: dict[str, Any], content: Content) -> N
         rank.note(
             "phases-unknown", "info", f"{unknown} steps have no phases: their device times never arrived"
         )
-    if (rank.metadata.get("data_parallel") or {}).get("kind", "").startswith("fsdp") and rank.metadata.get(
+    if str((rank.metadata.get("data_parallel") or {}).get("kind")).startswith("fsdp") and rank.metadata.get(
         "exposed_communication"
     ) == "end of backward":
         message = (
@@ -275,7 +276,8 @@ def _process_is_gone(about: dict[str, Any]) -> bool:
 
 
 def _windows(folder: Path, rank: Rank) -> tuple[Rank, ...]:
-    paths = sorted([*folder.glob("window-*.json"), *folder.glob("window-*.json.gz")])
+    found = [*folder.glob("window-*.json"), *folder.glob("window-*.json.gz")]
+    paths = sorted(path for path in found if path.is_file())
     if not paths:
         return ()
     from . import kineto
@@ -320,7 +322,7 @@ def _descriptions(folders: dict[int, Path], quality: list[Quality]) -> dict[int,
 def _description(folder: Path) -> dict[str, Any]:
     path = folder / "rank.json"
     try:
-        about = msgspec.json.decode(path.read_bytes())
+        about = msgspec.json.decode(_content_of(path))
     except OSError as error:
         raise UnreadableInput(f"{path}: {error.strerror or error}") from error
     except msgspec.DecodeError as error:
@@ -332,6 +334,13 @@ def _description(folder: Path) -> dict[str, Any]:
     if damage is not None:
         raise UnreadableInput(f"{path} is damaged ({damage}); the rank cannot be read")
     return about
+
+
+def _content_of(path: Path) -> bytes:
+    """Bytes of a small file. Raises ``OSError`` where it is none: a pipe would be waited for, a device never ends."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_bytes()
 
 
 def _check_version(path: Path, schema: str) -> None:
@@ -359,7 +368,7 @@ def _of_one_start(described: dict[int, dict[str, Any]], quality: list[Quality]) 
 
 def _is_ours(path: Path) -> bool:
     try:
-        content = msgspec.json.decode(path.read_bytes())
+        content = msgspec.json.decode(_content_of(path))
     except (OSError, msgspec.DecodeError):
         return False
     return isinstance(content, dict) and str(content.get("schema", "")).startswith("trine.record/")
@@ -367,7 +376,7 @@ def _is_ours(path: Path) -> bool:
 
 def _run_metadata(folder: Path) -> dict[str, Any]:
     try:
-        content = msgspec.json.decode((folder / "run.json").read_bytes())
+        content = msgspec.json.decode(_content_of(folder / "run.json"))
     except (OSError, msgspec.DecodeError):
         return {}
     return content if isinstance(content, dict) else {}

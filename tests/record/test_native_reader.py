@@ -15,6 +15,7 @@ from record_rows import collective_rows, step_rows
 
 import trine
 from trine.record.errors import UnreadableInput
+from trine.record.frames import encode_frame
 from trine.record.readers import native
 from trine.record.store import RankWriter
 
@@ -211,3 +212,56 @@ def test_a_window_that_cannot_be_read_is_noted(tmp_path: Path) -> None:
     rank = native.open_job(tmp_path / "run").rank(0)
     assert rank.windows == ()
     assert [note.id for note in rank.quality] == ["unreadable-window"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"world_size": 1 << 64}, {"world_size": 10**9}, {"rank": 10**12}, {"start": {"a": 1}}, {"start": [1]}],
+    ids=str,
+)
+def test_a_description_with_absurd_values_is_refused_where_it_is_read(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    _write(tmp_path / "run")
+    _change(tmp_path / "run/rank-00001/rank.json", **values)
+    job = trine.load(tmp_path / "run")
+    assert (job.world_size, job.rank_ids) == (2, (0,))
+    (note,) = (note for note in job.quality if note.id == "unreadable-rank")
+    assert "is damaged" in note.message and note.rank == 1
+
+
+def test_pipes_with_the_names_of_files_are_not_waited_for(tmp_path: Path) -> None:
+    _write(tmp_path / "run")
+    for name in ("rank-00000/rows-000002.trine", "rank-00000/rollup-000001.trine", "rank-00000/window-000001.json"):
+        os.mkfifo(tmp_path / "run" / name)
+    (tmp_path / "run/run.json").unlink()
+    os.mkfifo(tmp_path / "run/run.json")
+    (tmp_path / "run/rank-00001/rank.json").unlink()
+    os.mkfifo(tmp_path / "run/rank-00001/rank.json")
+    job = trine.load(tmp_path / "run")
+    assert job.rank_ids == (0,)
+    steps = job.rank(0).steps
+    assert steps is not None and len(steps) == 10
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"kind": "rows", "table": "parts", "rows": 10**12, "strings": [], "columns": {}},
+        {"kind": "rows", "table": "parts", "rows": 3, "strings": [], "columns": {"index": [1, 0, b"\x00"]}},
+        {"kind": "rows", "table": "parts", "rows": 3, "strings": 7, "columns": {}},
+        {"kind": "rows", "table": "parts", "rows": 3, "strings": [], "columns": {"index": [0, "x", b""]}},
+        {"kind": "rows", "table": ["parts"], "rows": 3, "strings": [], "columns": {}},
+        {"no": "kind"},
+        [1, 2],
+        {"kind": "rows", "zeros": bytes(300 << 20)},
+    ],
+    ids=["rows", "lengths", "strings", "values", "table", "kind", "list", "bomb"],
+)
+def test_frames_that_no_recorder_wrote_cost_only_themselves(tmp_path: Path, message: Any) -> None:
+    _write(tmp_path / "run", 1)
+    path = tmp_path / "run/rank-00000/rows-000001.trine"
+    path.write_bytes(encode_frame(message) + path.read_bytes())
+    rank = trine.load(tmp_path / "run").rank(0)
+    assert rank.steps is not None and len(rank.steps) == 10
+    assert "1 damaged stretches" in next(note.message for note in rank.quality if note.id == "damaged")
