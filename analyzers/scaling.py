@@ -25,6 +25,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trine.analyzers._scalability_law import Fit, fit_law
+from trine.analyzers._scaling_work import Mode, Work, WorkUnit
 from trine.analyzers.difference import equal_work, mean_parts, scaled
 from trine.analyzers.run_facts import RunFacts
 from trine.analyzers.statistics import bootstrap_median, ratio_of_medians
@@ -34,17 +36,8 @@ from trine.record.model import PHASES
 
 __all__ = ["Fit", "Mode", "PartLoss", "ScalingPoint", "ScalingResult", "scale"]
 
-Mode = Literal["weak", "strong", "mixed"]
-WorkUnit = Literal["tokens", "samples", "steps"]
-
-#: Work of a device counts as kept, or as shared out, within this share.
-_SAME_WORK = 0.1
-#: Compute time varies with clocks and neighbours, so it decides only where it is far from one of the two.
-_CLEARLY = 0.3
 #: Sizes of one model may differ by this much: vocabularies are padded to the parallel layout.
 _SAME_MODEL = 0.02
-#: The fewest counts for a fit of two parameters to say anything.
-FEWEST_COUNTS = 3
 #: From so many steady steps on, the interval of a median lies within them (see ``comparison``).
 _FEW_STEPS = 6
 
@@ -100,25 +93,6 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """The universal scalability law through the counts. ``largest_error`` is the largest relative distance of a
-    measured throughput from the curve, ``freedom`` the counts beyond the fitted parameters. ``peak_devices`` is
-    where more devices stop to help, None where they always do."""
-
-    contention: float
-    coherence: float
-    largest_error: float
-    freedom: int
-    peak_devices: float | None
-    fewest: int
-
-    def capacity(self, devices: float) -> float:
-        """Throughput over that of the fewest devices."""
-        x = devices / self.fewest
-        return x / (1 + self.contention * (x - 1) + self.coherence * x * (x - 1))
-
-
-@dataclass(frozen=True, slots=True)
 class ScalingResult:
     """The whole answer, points by device count. ``mode_by`` says what the mode was read off, ``partition`` whether
     parts are phases or the breakdown (None where counts have neither in common)."""
@@ -151,7 +125,7 @@ def scale(
     by_count = _by_count(runs)
     _refuse_strangers(runs, any_environment)
     fewest = min(by_count)
-    work = _Work(by_count, mode)
+    work = Work(by_count, mode)
     partition = _partition(by_count)
     points = tuple(
         _point(count, by_count[count], by_count[fewest], fewest, work, partition, confidence)
@@ -163,7 +137,7 @@ def scale(
         mode_by=work.said,
         work_unit=work.unit,
         partition=partition,
-        fit=_fit(points),
+        fit=fit_law([point.devices for point in points], [point.efficiency for point in points]),
         notes=(*said, *_notes(runs, by_count, work)),
     )
 
@@ -276,79 +250,6 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# --- work ----------------------------------------------------------------------------------------
-
-
-class _Work:
-    """Work that a device does in a step, by device count, and what kind of scaling that is."""
-
-    def __init__(self, by_count: Mapping[int, Sequence[RunFacts]], asked: Mode | None) -> None:
-        self.per_device: dict[int, float] = {}
-        self.unit: WorkUnit = "steps"
-        self.mode: Mode = "weak"
-        self.said = ""
-        self.assumed = False
-        for unit in ("tokens", "samples"):
-            known = {count: _recorded(runs, unit, count) for count, runs in by_count.items()}
-            if all(known.values()):
-                self.unit = "tokens" if unit == "tokens" else "samples"
-                self.per_device = {count: value or 0.0 for count, value in known.items()}
-                self.mode, _ = self._recognise(_SAME_WORK)
-                self.said = f"{self.unit} that a device takes in a step"
-                return
-        self._from_compute(by_count, asked)
-
-    def _from_compute(self, by_count: Mapping[int, Sequence[RunFacts]], asked: Mode | None) -> None:
-        """Traces do not say how much a step holds: what a device computes in it says whether that was kept."""
-        compute = {count: _compute(runs) for count, runs in by_count.items()}
-        mode: Mode | None = asked if asked in ("weak", "strong") else None
-        self.said = "what was asked for (--mode)"
-        if mode is None and all(compute.values()):
-            self.per_device = {count: value or 0.0 for count, value in compute.items()}
-            found, sure = self._recognise(_CLEARLY)
-            mode = found if sure and found != "mixed" else None
-            self.said = "the time that a device computes in a step"
-        if mode is None:
-            self.assumed, mode = True, "weak"
-            self.said = "an assumption: neither tokens nor samples are recorded"
-        self.mode = mode
-        self.per_device = {count: 1.0 if mode == "weak" else 1.0 / count for count in by_count}
-
-    def _recognise(self, tolerance: float) -> tuple[Mode, bool]:
-        """Kept or shared out, and whether every count says so."""
-        fewest, most = min(self.per_device), max(self.per_device)
-        kept = self.per_device[most] / self.per_device[fewest]
-        shared = kept * most / fewest
-        if abs(kept - 1) <= tolerance and abs(shared - 1) > tolerance:
-            return "weak", True
-        if abs(shared - 1) <= tolerance and abs(kept - 1) > tolerance:
-            return "strong", True
-        return "mixed", False
-
-    def ratio(self, count: int, fewest: int) -> float:
-        """Work of a device on ``count`` devices over that on the fewest."""
-        return self.per_device[count] / self.per_device[fewest]
-
-
-def _recorded(runs: Sequence[RunFacts], unit: str, count: int) -> float | None:
-    """Work of a device in a step, mean of the runs; None where a run does not say it."""
-    name = f"{unit}_per_s"
-    if not all(name in run.metrics for run in runs):
-        return None
-    values = [run.metrics[name] * float(np.mean(run.step_ns)) / 1e9 / count for run in runs]
-    return float(np.mean(values)) or None
-
-
-def _compute(runs: Sequence[RunFacts]) -> float | None:
-    parts = mean_parts(runs)
-    part = parts.get(("breakdown", "compute"))
-    if part is not None:
-        return part.ns or None
-    phases = [parts.get(("phase", name)) for name in ("forward", "backward")]
-    total = sum(part.ns for part in phases if part is not None)
-    return total or None
-
-
 # --- points --------------------------------------------------------------------------------------
 
 
@@ -364,7 +265,7 @@ def _point(
     runs: Sequence[RunFacts],
     base: Sequence[RunFacts],
     fewest: int,
-    work: _Work,
+    work: Work,
     partition: Literal["phases", "breakdown"] | None,
     confidence: float,
 ) -> ScalingPoint:
@@ -433,51 +334,6 @@ def _hosts(runs: Sequence[RunFacts]) -> int | None:
     return max(known, default=None)
 
 
-# --- the fit -------------------------------------------------------------------------------------
-
-
-def _fit(points: Sequence[ScalingPoint]) -> Fit | None:
-    """Least squares of x/C − 1 = σ(x − 1) + κ x(x − 1), neither below zero; None with fewer than three counts."""
-    if len(points) < FEWEST_COUNTS:
-        return None
-    fewest = points[0].devices
-    x = np.array([point.devices / fewest for point in points])
-    capacity = np.array([point.efficiency * point.devices / fewest for point in points])
-    if (capacity <= 0).any():
-        return None
-    columns = np.column_stack((x - 1, x * (x - 1)))
-    deviation = x / capacity - 1
-    # Each count weighs by its capacity, so that errors are relative to the throughput.
-    weight = capacity / x
-    sigma, kappa = _not_negative(columns * weight[:, None], deviation * weight)
-    curve = x / (1 + columns @ np.array([sigma, kappa]))
-    peak = float(np.sqrt((1 - sigma) / kappa)) * fewest if kappa > 0 and sigma < 1 else None
-    return Fit(
-        contention=sigma,
-        coherence=kappa,
-        largest_error=float(np.abs(curve / capacity - 1).max()),
-        freedom=len(points) - 1 - 2,
-        peak_devices=peak,
-        fewest=fewest,
-    )
-
-
-def _not_negative(columns: Any, target: Any) -> tuple[float, float]:
-    """The least squares of two coefficients that are not below zero: of the few candidates the best."""
-    best: tuple[float, tuple[float, float]] | None = None
-    for used in ((0, 1), (0,), (1,), ()):
-        solution = np.zeros(2)
-        if used:
-            solution[list(used)] = np.linalg.lstsq(columns[:, list(used)], target, rcond=None)[0]
-        if (solution < 0).any():
-            continue
-        error = float(((columns @ solution - target) ** 2).sum())
-        if best is None or error < best[0] - 1e-18:
-            best = (error, (float(solution[0]), float(solution[1])))
-    assert best is not None
-    return best[1]
-
-
 # --- notes ---------------------------------------------------------------------------------------
 
 
@@ -488,7 +344,7 @@ _STEPS_NOTE = {
 }
 
 
-def _notes(runs: Sequence[RunFacts], by_count: Mapping[int, Sequence[RunFacts]], work: _Work) -> list[str]:
+def _notes(runs: Sequence[RunFacts], by_count: Mapping[int, Sequence[RunFacts]], work: Work) -> list[str]:
     notes = []
     if work.assumed:
         notes.append(
