@@ -54,7 +54,10 @@ def is_url(path: str) -> bool:
 
 def as_local(url: str) -> Path | None:
     """The path of a ``file://`` URL, ``None`` of any other."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # an address in brackets that is none: its protocol says what is wrong with it
+        return None
     if parts.scheme != "file" or "::" in url:
         return None
     return Path(unquote(parts.path))

@@ -109,8 +109,12 @@ def ring_of(rank: Rank) -> Ring | None:
     )
 
 
+#: No tensor has a dimension of more digits.
+_MOST_DIGITS = 18
+
+
 def numel(shapes: str | None) -> int | None:
-    """Elements of shapes written as ``[4, 8], [2]``; None where there is no shape."""
+    """Elements of shapes written as ``[4, 8], [2]``; None where there is no shape, or none that a buffer can have."""
     if not shapes:
         return None
     total = 0
@@ -118,8 +122,10 @@ def numel(shapes: str | None) -> int | None:
         sizes = [part.strip() for part in shape.split(",") if part.strip()]
         if not all(size.lstrip("-").isdecimal() for size in sizes):
             return None
+        if any(len(size) > _MOST_DIGITS for size in sizes):
+            return None
         total += math.prod(int(size) for size in sizes)
-    return total
+    return total if abs(total) < 1 << 63 else None
 
 
 def _states(table: Table) -> Array:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnreadableInput
+from ._names import MOST_RANKS
 from ._pickle_stream import stream
 from ._pickles import load, read_bytes
 
@@ -179,7 +180,7 @@ def ranks_of_text(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
         return ()
     ranks = [whole_number(each) for each in value]
-    return tuple(sorted({rank for rank in ranks if rank is not None and rank >= 0}))
+    return tuple(sorted({rank for rank in ranks if rank is not None and 0 <= rank < MOST_RANKS}))
 
 
 def whole_number(value: Any) -> int | None:

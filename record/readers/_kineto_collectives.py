@@ -109,6 +109,8 @@ def _elements(shapes: str | None, types: str | None) -> tuple[int, str | None, i
         names = msgspec.json.decode(types or "[]")
     except DECODE_ERRORS:
         return 0, None, 0
+    if not isinstance(dims, list) or not isinstance(names, list):
+        return 0, None, 0
     for dim, name in zip(dims, names, strict=False):
         dtype, width = dtype_of(name) if isinstance(name, str) else (None, 0)
         if dtype is None or not isinstance(dim, list):

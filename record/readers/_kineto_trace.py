@@ -28,6 +28,7 @@ from ._kineto_tables import (
     synchronizations_table,
 )
 from ._kineto_terms import groups_of
+from ._names import MOST_RANKS
 
 __all__ = ["Trace", "parse", "rank_of"]
 
@@ -89,16 +90,20 @@ def rank_of(trace: Trace, number: int, rank: int | None) -> Rank:
     """The rank that a part of a trace is; ``rank`` is what to call it, by default what the file says, else 0."""
     facts, distributed = trace.facts, trace.distributed
     said = _integer(distributed.get("rank"))
+    world = _integer(distributed.get("world_size"))
     result = Rank(
         rank=rank if rank is not None else (said if said is not None else 0),
         source=trace.where,
         format=FORMAT,
         strings=trace.columns.strings,
-        world_size=_integer(distributed.get("world_size")),
+        world_size=world if world is None or world <= MOST_RANKS else None,
         host_name=str(facts.host_name) if facts.host_name else None,
         devices=tuple(_devices(facts.deviceProperties)),
         metadata=_metadata(facts, distributed),
     )
+    if world is not None and world > MOST_RANKS:
+        text = f"the file states a world of more than {MOST_RANKS:,} ranks; the world size counts as unknown"
+        result.note("world-size-implausible", "warning", text)
     base = _integer(facts.baseTimeNanoseconds)
     shapes = _shapes(trace, trace.parts[number])
     tables, marked = _own(trace, trace.parts[number])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import UnreadableInput
 from ..model import MISSING, Quality
-from ._names import rank_of_name
+from ._names import MOST_RANKS, rank_of_name
 from ._nsight_database import Database, opened
 from ._nsight_payloads import NcclPayload, Payloads
 
@@ -307,7 +307,7 @@ def read_communicators(database: Database) -> Communicators:
 
 
 def _enter(found: Communicators, process: int, payload: NcclPayload) -> None:
-    if payload.communicator == MISSING or not 0 <= payload.rank < payload.ranks < 1 << 24:
+    if payload.communicator == MISSING or not 0 <= payload.rank < payload.ranks <= MOST_RANKS:
         return
     found.size[payload.communicator] = payload.ranks
     found.members[payload.communicator][payload.rank] = (process, payload.device)
@@ -318,7 +318,7 @@ def _stated(
 ) -> tuple[list[int | None], int | None]:
     """Numbers of the ranks as something states them, and the size of the world."""
     variables = _environment(database)
-    world = next((variables[name] for name in _WORLD_VARIABLES if variables.get(name, 0) > 0), None)
+    world = next((variables[name] for name in _WORLD_VARIABLES if 0 < variables.get(name, 0) <= MOST_RANKS), None)
     largest = communicators.world()
     if largest is not None:
         members = communicators.members[largest]

@@ -245,9 +245,10 @@ def _say_what_happened(rank: Rank, about: dict[str, Any], content: Content) -> N
         rank.note(
             "phases-unknown", "info", f"{unknown} steps have no phases: their device times never arrived"
         )
-    if str((rank.metadata.get("data_parallel") or {}).get("kind")).startswith("fsdp") and rank.metadata.get(
-        "exposed_communication"
-    ) == "end of backward":
+    if (
+        str((rank.metadata.get("data_parallel") or {}).get("kind")).startswith("fsdp")
+        and rank.metadata.get("exposed_communication") == "end of backward"
+    ):
         message = (
             "on a device, waiting for collectives inside forward and backward (as FSDP does) is counted with those "
             "phases; a deep window shows it"

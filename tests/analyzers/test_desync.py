@@ -16,7 +16,7 @@ from trine.analyzers.desync_words import statement
 from trine.analyzers.reports import html, markdown, text
 from trine.analyzers.results import Analysis
 from trine.analyzers.studies import result_of
-from trine.analyzers.studies._desync_ring import ring_of
+from trine.analyzers.studies._desync_ring import numel, ring_of
 from trine.analyzers.studies.desync import Desync
 from trine.record.readers.flight_recorder import open_paths
 
@@ -444,3 +444,9 @@ def test_no_nonsense_in_a_dump_breaks_the_analysis(
     analysis = analysed(folder, dumps)
     assert not [note for note in analysis.data_quality if note.id == "study-failed"], analysis.data_quality
     assert text.render(analysis)
+
+
+def test_elements_that_no_buffer_can_have_are_unknown() -> None:
+    assert numel("[4, 8], [2]") == 34
+    assert numel(f"[{10**17}, {10**17}]") is None
+    assert numel(f"[{'9' * 5000}]") is None

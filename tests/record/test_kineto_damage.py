@@ -295,3 +295,24 @@ def test_the_control_a_sound_file_is_read_whole(tmp_path: Path) -> None:
     rank = read_file(written(tmp_path / "t.json.gz", trace(*events)))
     assert rank.device is not None and len(rank.device) == 2000
     assert ids(rank) == {"no-launch-record"}
+
+
+@pytest.mark.parametrize("world", [10**9, 1 << 64, 10**30])
+def test_an_absurd_world_is_said_and_not_counted_to(tmp_path: Path, world: int) -> None:
+    path = written(tmp_path / "trace.json", small(0, world))
+    job = trine.load(path)
+    rank = job.rank(0)
+    assert (rank.world_size, job.missing_ranks) == (None, ())
+    assert [note.id for note in rank.quality if "world" in note.id] == ["world-size-implausible"]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "types"),
+    [(7, ["float"]), ([[8]], 7), ("x", ["float"]), ([[8]], {"a": 1}), (True, None)],
+    ids=str,
+)
+def test_shapes_and_types_that_are_no_lists(tmp_path: Path, shapes: Any, types: Any) -> None:
+    more = {"Input Dims": shapes, "Input type": types}
+    events = [operator("c10d::allreduce_", 10, 20, **more), operator("gloo:all_reduce", 12, 15, **more)]
+    rank = read_file(written(tmp_path / "trace.json", trace(*events)))
+    assert rank.host is not None and len(rank.host) == 2

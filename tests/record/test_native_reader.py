@@ -232,7 +232,11 @@ def test_a_description_with_absurd_values_is_refused_where_it_is_read(
 
 def test_pipes_with_the_names_of_files_are_not_waited_for(tmp_path: Path) -> None:
     _write(tmp_path / "run")
-    for name in ("rank-00000/rows-000002.trine", "rank-00000/rollup-000001.trine", "rank-00000/window-000001.json"):
+    for name in (
+        "rank-00000/rows-000002.trine",
+        "rank-00000/rollup-000001.trine",
+        "rank-00000/window-000001.json",
+    ):
         os.mkfifo(tmp_path / "run" / name)
     (tmp_path / "run/run.json").unlink()
     os.mkfifo(tmp_path / "run/run.json")

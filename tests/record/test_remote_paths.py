@@ -213,3 +213,10 @@ def test_a_url_and_a_path_are_one_job(traces: str, memory: Any, tmp_path: Path) 
     written(tmp_path / "rank2.json", small(2, 3))
     job = trine.load([traces, tmp_path / "rank2.json"])
     assert job.rank_ids == (0, 1, 2) and job.missing_ranks == ()
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "s3://[x/y", "file://[x"])
+def test_an_address_in_brackets_that_is_none(url: str) -> None:
+    with pytest.raises(TrineError) as caught:
+        trine.load(url)
+    assert url in str(caught.value) and "\n" not in str(caught.value)
