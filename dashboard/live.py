@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trine.record.frames import decode_rows, read_frames_after
+from trine.record.frames import LOST, decode_rows, read_frames_after
 from trine.record.model import MISSING, PHASES
 
 __all__ = ["MEMORY_METRICS", "Feed", "Feeds", "MemoryRow", "StepRow", "Update"]
@@ -106,6 +106,8 @@ class _Tail:
                 columns["time_ns"], columns["metric"], columns["value"], strict=True
             ):
                 metric = self.strings[int(code)] if 0 <= code < len(self.strings) else ""
+                if metric == LOST:
+                    continue
                 samples.append((int(time_ns), metric, float(value)))
         elif message["table"] == "parts":
             for row in range(message["rows"]):

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from .model import MISSING, SCHEMAS
 
 __all__ = [
+    "LOST",
     "SCHEMA",
     "SCHEMA_VERSION",
     "TABLES",
@@ -49,6 +50,11 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "samples": SCHEMAS["samples"],
     "regions": SCHEMAS["regions"],
 }
+
+#: Stands for a string that a damaged frame took with it; no name is this.
+LOST = "\0"
+#: Of strings lost at a time: more is damage, and must not make a reader allocate gigabytes.
+_MOST_LOST = 1 << 20
 
 _MAGIC = b"TRN1"
 _HEADER = struct.Struct("<4sII")
@@ -179,6 +185,7 @@ class Frames:
         if len(lengths) != 1:
             raise ValueError(f"columns of {table!r} differ in length: {sorted(lengths)}")
         new: list[str] = []
+        known = len(self._codes)
         encoded: dict[str, Any] = {}
         for name, column in columns.items():
             kind = schema[name]
@@ -188,9 +195,10 @@ class Frames:
                 encoded[name] = _encode_floats(np.asarray(column, dtype=np.float64))
             else:
                 encoded[name] = _encode_integers(np.asarray(column, dtype=np.int64))
-        return encode_frame(
-            {"kind": "rows", "table": table, "rows": lengths.pop(), "strings": new, "columns": encoded}
-        )
+        message = {"kind": "rows", "table": table, "rows": lengths.pop(), "strings": new, "columns": encoded}
+        if new:
+            message["strings_from"] = known
+        return encode_frame(message)
 
     def _intern(self, values: Iterable[str | None], new: list[str]) -> Array:
         codes = self._codes
@@ -229,15 +237,20 @@ def _encode_floats(column: Array) -> list[Any]:
 def decode_rows(message: Mapping[str, Any], strings: list[str]) -> dict[str, Array]:
     """Columns of a rows frame; text columns as codes into ``strings``, to which the frame's own were added.
 
-    Columns that this version does not know are left out; columns that the frame lacks are missing values.
+    Columns that this version does not know are left out, and of a table that it does not know all; columns that the
+    frame lacks are missing values. Strings that a damaged frame took with it are :data:`LOST`.
     Raises ``ValueError``, ``TypeError`` or ``KeyError`` on a frame that no recorder wrote.
     """
+    lost = int(message.get("strings_from", len(strings))) - len(strings)
+    if lost > _MOST_LOST:
+        raise ValueError(f"a frame says that {lost} strings came before it")
+    strings.extend([LOST] * lost)
     strings.extend(str(text) for text in message["strings"])
     rows = int(message["rows"])
     if not 0 <= rows <= _MOST_ROWS:
         raise ValueError(f"a frame of {rows} rows")
     result: dict[str, Array] = {}
-    for name, kind in TABLES[message["table"]].items():
+    for name, kind in TABLES.get(message["table"], {}).items():
         encoded = message["columns"].get(name)
         if encoded is None:
             result[name] = _missing(name, kind, rows)

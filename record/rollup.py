@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._rolled_regions import rolled_regions
-from .frames import TABLES, FrameFile, Frames, decode_rows, encode_frame, read_frames
+from .frames import LOST, TABLES, FrameFile, Frames, decode_rows, encode_frame, read_frames
 from .model import MISSING, PHASES
 
 __all__ = ["Content", "content_of", "live_files", "merge_parts", "roll_up"]
@@ -72,8 +72,10 @@ class Content:
         if kind == "rollup":
             self.histograms.extend(message["histograms"])
             self.collective_totals.extend(message["collectives"])
-        elif kind == "rows" and message["table"] in TABLES:
-            columns = decode_rows(message, local)
+        elif kind == "rows":
+            columns = decode_rows(message, local)  # of an unknown table too: it may hold others' strings
+            if not columns:
+                return
             self._translate(message["table"], columns, local, codes)
             self.tables.setdefault(message["table"], []).append(columns)
 
@@ -81,6 +83,7 @@ class Content:
         self, table: str, columns: dict[str, Array], local: list[str], codes: dict[str, int]
     ) -> None:
         """Codes of one file to codes of this content. A damaged frame may have taken strings with it: those are missing."""
+        codes[LOST] = -1
         for value in local:
             if value not in codes:
                 codes[value] = len(self.strings)

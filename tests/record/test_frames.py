@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trine.record.frames import TABLES, Frames, decode_rows, encode_frame, read_frames
 from trine.record.model import MISSING
+from trine.record.rollup import content_of
 
 INTEGERS = st.one_of(
     st.integers(-(2**63), 2**63 - 1), st.integers(-5, 300), st.just(MISSING), st.integers(10**18, 10**18 + 9)
@@ -86,6 +87,48 @@ def test_damage_in_the_middle_costs_that_frame_alone(tmp_path: Path, where: int)
     assert (file.damaged, file.torn_bytes) == (1, 0)
     _file(path, 6)
     assert read_frames(path).damaged == 0  # the control
+
+
+def _metrics(path: Path) -> list[str | None]:
+    """Metrics of the samples as a reader finds them."""
+    content = content_of([path])
+    columns = content.table("samples")
+    assert columns is not None
+    return [None if code < 0 else content.strings[code] for code in columns["metric"].tolist()]
+
+
+def _named(*names: str, damaged: int | None = None) -> bytes:
+    """Frames of one sample each; one of them may be damaged."""
+    frames = Frames()
+    pieces = [frames.head("segment")]
+    for number, name in enumerate(names):
+        piece = bytearray(frames.rows("samples", {"time_ns": [number], "metric": [name], "value": [0.5]}))
+        if number == damaged:
+            piece[20] ^= 0xFF
+        pieces.append(bytes(piece))
+    return b"".join(pieces)
+
+
+def test_strings_that_are_lost_rename_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "rows-000001.trine"
+    path.write_bytes(_named("a", "b", "c", "b", "a", damaged=1))
+    assert _metrics(path) == ["a", "c", None, "a"]
+    path.write_bytes(_named("a", "b", "c", "b", "a"))
+    assert _metrics(path) == ["a", "b", "c", "b", "a"]
+
+
+def test_a_table_of_a_later_version_is_passed_over_and_its_strings_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows-000001.trine"
+    frames = Frames()
+    with monkeypatch.context() as later:
+        later.setitem(TABLES, "dreams", {"name": "text"})  # type: ignore[arg-type]
+        data = frames.head("segment") + frames.rows("dreams", {"name": ["a sheep"]})
+    data += frames.rows("samples", {"time_ns": [1, 2], "metric": ["m", "a sheep"], "value": [0.5, 1.0]})
+    path.write_bytes(data)
+    assert _metrics(path) == ["m", "a sheep"]
+    assert content_of([path]).damaged == 0
 
 
 def test_tables_of_another_length_are_refused() -> None:
