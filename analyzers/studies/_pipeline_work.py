@@ -280,7 +280,7 @@ def _work(
         compute_early=covered(busy, begin, backward),
         compute_late=covered(busy, np.minimum(forward, end), end),
         forward_ns=_medians(marks),
-        counts=_counts(marks, iterations),
+        counts=_counts(marks, iterations, source),
         marks=kept,
         cut=cut,
         before=before,
@@ -294,13 +294,15 @@ def _medians(marks: Marks) -> Array:
     return np.array([round(float(np.median(part))) if len(part) else -1 for part in found], dtype=np.int64)
 
 
-def _counts(marks: Marks, iterations: Array) -> Array:
-    """Distinct micro-batches that a stage worked on, per iteration."""
-    known = marks.microbatch[marks.direction != BOTH] if (marks.direction != BOTH).any() else marks.microbatch
-    rows = (
-        marks.iteration[marks.direction != BOTH] if len(known) != len(marks.microbatch) else marks.iteration
-    )
-    pairs = np.unique(np.stack([rows, known]), axis=1)
+def _counts(marks: Marks, iterations: Array, source: Source) -> Array:
+    """Distinct micro-batches that a stage worked on, per iteration: by number; in pieces of messages, whose numbers
+    count within a direction, a forward lies in each that is one or both."""
+    both = marks.direction == BOTH
+    if source == "messages" and both.any():
+        forward = both | (marks.direction == FORWARD)
+        return np.bincount(np.searchsorted(iterations, marks.iteration[forward]), minlength=len(iterations))
+    known = ~both if not both.all() else both
+    pairs = np.unique(np.stack([marks.iteration[known], marks.microbatch[known]]), axis=1)
     return np.bincount(np.searchsorted(iterations, pairs[0]), minlength=len(iterations))
 
 

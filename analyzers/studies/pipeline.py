@@ -19,7 +19,7 @@ from trine.record.model import Array
 from ._pipeline_clocks import ClockCheck, check_clocks
 from ._pipeline_layout import Layout, lay_out
 from ._pipeline_schedules import Action, ideal_bubble, recognise
-from ._pipeline_work import BOTH, DIRECTIONS, Source, Work, work_of
+from ._pipeline_work import BACKWARD, BOTH, DIRECTIONS, FORWARD, Source, Work, work_of
 from ._scope import Scope, Whole
 
 __all__ = ["KEY", "ClockCheck", "Pipeline", "Span", "StageBubble", "join", "reduce", "to_json"]
@@ -233,24 +233,40 @@ def _times(stages: Sequence[StageBubble]) -> tuple[float, float, float]:
 def _schedule(rows: Sequence[Work], layout: Layout, drawn: int) -> str | None:
     """Told from the ranks on which forwards and backwards are told apart."""
     orders, places = [], []
+    guessed: list[Action] = []
     for place, work in enumerate(rows):
         marks = work.marks
         rows_of = np.flatnonzero(marks.iteration == drawn)
-        if work.cut or not len(rows_of) or (marks.direction[rows_of] == BOTH).any():
+        if work.cut or not len(rows_of):
             continue
-        chunk = {stage: number for number, stage in enumerate(work.stages)}
-        order: list[Action] = [
-            (direction, chunk[stage], index)
-            for direction, stage, index in zip(
-                marks.direction[rows_of].tolist(),
-                marks.stage[rows_of].tolist(),
-                marks.microbatch[rows_of].tolist(),
-                strict=True,
-            )
-        ]
-        orders.append(order)
-        places.append(layout.places[place])
+        both = (marks.direction[rows_of] == BOTH).any()
+        order = _order(work, rows_of)
+        if not both:
+            orders.append(order)
+            places.append(layout.places[place])
+        elif work.source == "messages" and work.before is None and layout.places[place] == 0:
+            guessed = order
+    # Of two stages neither tells all apart, but the first works on the gradient that came before on the forward
+    # that it sends.
+    if not orders and guessed:
+        orders, places = [guessed], [0]
     return recognise(orders, places, len(rows) + len(layout.missing), layout.looped)
+
+
+def _order(work: Work, rows: Array) -> list[Action]:
+    """What a rank did in these rows of its marks; a piece that is both is a backward, then a forward."""
+    marks = work.marks
+    chunk = {stage: number for number, stage in enumerate(work.stages)}
+    order: list[Action] = []
+    for direction, stage, index in zip(
+        marks.direction[rows].tolist(),
+        marks.stage[rows].tolist(),
+        marks.microbatch[rows].tolist(),
+        strict=True,
+    ):
+        parts = (BACKWARD, FORWARD) if direction == BOTH else (direction,)
+        order += [(part, chunk[stage], index) for part in parts]
+    return order
 
 
 def _drawing(

@@ -181,11 +181,13 @@ def collectives_table(
     host: Table | None,
     strings: Strings,
     world: tuple[int, ...] = (),
+    other: int = MISSING,
 ) -> tuple[Table | None, list[tuple[str, str | None, tuple[int, ...]]]]:
     """The collectives of a rank and the groups that their metadata names.
 
     ``marked`` are the communication kernels, ``record_param_comms``, send and receive rows with their arguments.
-    ``world``: the ranks of the only group, where there is one alone.
+    ``world``: the ranks of the only group, where there is one alone. ``other``: the only rank beside this one, in a
+    job of two: whatever is sent or received goes to it or comes from it, also where the trace names no peer.
     """
     marked, peers = _without_peers(marked, host, world)
     metadata = {row: _from_metadata(arguments) for kind, row, arguments in marked if kind == "host"}
@@ -209,6 +211,9 @@ def collectives_table(
     rows += _host_rows(host, look, peers)
     if not rows:
         return None, groups
+    for values in rows:
+        if values["peer"] == MISSING and values["operation"] in ("send", "recv"):
+            values["peer"] = other
     rows.sort(key=lambda row: (row["start_ns"], row["device_row"]))
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     for name in ("operation", "group", "dtype", "state", "label"):

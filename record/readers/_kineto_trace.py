@@ -244,7 +244,9 @@ def _fill(
         result.synchronizations = synchronizations_table(columns, base_ns, strings)
     configured = groups_of(distributed, ())
     world = configured[0].ranks if len(configured) == 1 else ()
-    result.collectives, seen = collectives_table(marked, result.device, result.host, strings, world)
+    ranks = (0, 1) if result.world_size == 2 else world
+    other = sum(ranks) - result.rank if len(ranks) == 2 and result.rank in ranks else MISSING
+    result.collectives, seen = collectives_table(marked, result.device, result.host, strings, world, other)
     result.groups = groups_of(distributed, seen)
 
 

@@ -394,7 +394,7 @@ def messages(order: Any, p: int, m: int) -> list[Rank]:
                     (target, "send", end),
                 ):
                     if 0 <= peer < p and at is not None:
-                        time = base + at
+                        time = base + at - (operation == "recv")  # it is there when the work on it begins
                         calls.append(
                             {"operation": operation, "group": "p", "peer": peer, "step": step}
                             | {"start_ns": time, "end_ns": time + 1, "bytes": 8}
@@ -418,6 +418,15 @@ def test_messages_alone_show_stages_bubbles_and_the_schedule() -> None:
     assert result.bubble_ratio == pytest.approx(3 / 11, abs=1e-6)
     assert result.schedule == "1F1B" and result.microbatches == 8
     assert studied(messages(gpipe, 4, 8)).schedule == "GPipe"
+
+
+@pytest.mark.parametrize(("order", "name"), [(one_by_one, "1F1B"), (gpipe, "GPipe")])
+def test_messages_of_two_stages_show_the_schedule_by_the_first(order: Any, name: str) -> None:
+    """The last stage's forwards and backwards lie in one piece, and so do some of the first's."""
+    result = studied(messages(order, 2, 4))
+    assert (result.schedule, result.microbatches) == (name, 4)
+    assert result.bubble_ratio == pytest.approx(1 / 5, abs=1e-6)
+    assert result.ideal_ratio == pytest.approx(1 / 5)
 
 
 def test_waiting_for_the_stages_beside_is_bubble_and_no_straggler() -> None:

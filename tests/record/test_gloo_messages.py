@@ -57,5 +57,25 @@ def test_of_several_groups_it_is_not_known_which(tmp_path: Path, groups: list[li
 
 @pytest.mark.parametrize("peer", ["", "x", "-1", "99", "1e5"])
 def test_nonsense_is_no_peer(tmp_path: Path, peer: str) -> None:
-    table = messages(written(tmp_path / "rank1.json", [[0, 1]], [peer, peer]))
+    table = messages(written(tmp_path / "rank1.json", [[0, 1, 5]], [peer, peer]))
     assert (table["peer"] == MISSING).all()
+
+
+def alone(path: Path, world: int, rank: int) -> Path:
+    """The same without the operators' arguments, as a profiler without shapes writes it."""
+    written(path, [list(range(world)), list(range(world))], ["0", "0"])
+    content = json.loads(path.read_text())
+    content["distributedInfo"] |= {"rank": rank, "world_size": world}
+    for event in content["traceEvents"]:
+        event["args"] = {}
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_two_ranks_the_other_is_the_peer_without_any_argument(tmp_path: Path, rank: int) -> None:
+    assert messages(alone(tmp_path / f"rank{rank}.json", 2, rank))["peer"].tolist() == [1 - rank] * 2
+
+
+def test_of_three_ranks_the_peer_stays_unknown(tmp_path: Path) -> None:
+    assert (messages(alone(tmp_path / "rank1.json", 3, 1))["peer"] == MISSING).all()
