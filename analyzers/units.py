@@ -40,7 +40,7 @@ def percent(share: float) -> str:
     if value == 0:
         return "0 %"
     if abs(value) < 0.05:
-        return "<0.1 %" if value > 0 else ">-0.1 %"
+        return "<0.1 %" if value > 0 else "-<0.1 %"
     return f"{value:.0f} %" if abs(value) >= 9.95 else f"{value:.1f} %"
 
 

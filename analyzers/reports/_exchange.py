@@ -154,7 +154,7 @@ def memory(analysis: Analysis, text: Words, limits: Limits) -> Section | None:
                 "–" if capacity is None else size(capacity),
                 "–" if capacity is None or used is None else percent(used / capacity),
                 "–" if part.retries is None else str(part.retries),
-                ", ".join(f"{clean(name)} {size(bytes)}" for name, bytes in at_peak) or "–",
+                ", ".join(f"{clean(name.replace('_', ' '))} {size(bytes)}" for name, bytes in at_peak) or "–",
             )
         )
     columns = (

@@ -166,8 +166,9 @@ def _cell(cell: str, column: Column) -> str:
 def _finding(card: FindingCard, text: Mapping[str, str]) -> str:
     change = "\n".join(f"{key} = {value}" for key, value in card.change)
     evidence = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in card.evidence)
-    rows = [(text["gain"], card.gain), (text["side_effect"], card.numerics), (text["why"], card.why)]
-    rows.append((text["caution"], card.caution))
+    # The labels and their order are those of the text, so that the two can be read side by side.
+    rows = [(text["do"], card.why or text["by_hand"]), (text["caution"], card.caution)]
+    rows += [(text["gain"], card.gain), (text["numbers"], card.numerics)]
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in rows if value)
     return (
         f'<article class="finding {card.kind}"><p class="kind">{escape(card.kind_words)} · {escape(card.severity)}'

@@ -44,8 +44,6 @@ ENGLISH: Mapping[str, str] = {
     "do": "do",
     "by_hand": "nothing that Trine knows of",
     "gain": "gain",
-    "side_effect": "side effect",
-    "why": "why",
     "gain_words": "{mid} a {unit} ({low} to {high}): {before} becomes {after}",
     "cost_words": "costs {mid} a {unit} ({low} to {high})",
     "no_gain": "not predicted: this run lacks what it takes",
@@ -54,6 +52,7 @@ ENGLISH: Mapping[str, str] = {
     "not_applied": "Trine's own runtime does not apply {keys} yet: set it in your framework",
     "caution": "note",
     "numerics": "numbers: {text}",
+    "numbers": "numbers",
     "formula": "predicted as {formula}",
     "evidence": "evidence",
     "unit_step": "step",
@@ -161,11 +160,11 @@ ENGLISH: Mapping[str, str] = {
     "unanswered": "not answered for want of data: {names} (--format json says what each needs)",
     "more_rows": "{left} more not shown",
     "more_ranks": "{left} more ranks not shown; those shown are the slowest and the most waiting",
-    "at_most": "at most",
+    "at_most": "highest",
     "figure_table": "numbers",
     "cut": "This report was cut to {limit}: {what} left out. trine analyze --format json has everything.",
-    "triangle_note": "The triangle places the run between its three sides by what its time at work is spent on (idle time, the loader and Python belong to no side); one dot a rank.",
-    "footer": "Shares, terms and formulas: docs/findings.md and docs/reports.md",
+    "triangle_note": "The dot places the run between the three sides by what its time at work is spent on (idle time, the loader and Python belong to no side); an outline around it spans its ranks.",
+    "footer": "Made by Trine. Its documentation explains shares, terms and formulas (pages “findings” and “reports”).",
 }
 
 LANGUAGES: Mapping[str, Mapping[str, str]] = {"en": ENGLISH}

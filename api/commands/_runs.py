@@ -66,10 +66,19 @@ FORMAT_HELP = (
 
 
 def form_of(given: str | None, output: Path | None) -> str:
-    """The form of a report: what was asked for, else what the output's ending says, else text."""
+    """The form of a report: what was asked for, else what the output's ending says, else text.
+
+    Raises ``UsageError`` at an ending that names no form: text in a file called report.pdf helps nobody.
+    """
     if given is not None:
         return given
-    return _ENDINGS.get(output.suffix.lower(), "text") if output is not None else "text"
+    ending = "" if output is None else output.suffix.lower()
+    if ending and ending not in _ENDINGS:
+        known = ", ".join(_ENDINGS)
+        raise UsageError(
+            f"no form of a report ends in {ending} ({output}); end the name in one of {known}, or give --format"
+        )
+    return _ENDINGS[ending] if ending else "text"
 
 
 def load_runs(paths: Iterable[str], steps: str) -> list[RunFacts]:

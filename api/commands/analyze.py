@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from trine.record.errors import UsageError
 
-from ._runs import json_text, progress_wanted, write_output
+from ._runs import form_of, json_text, progress_wanted, write_output
 
 if TYPE_CHECKING:
     from trine.analyzers.results import Analysis
@@ -33,8 +33,6 @@ SUMMARY = "explain one job: what holds it back and what to do"
 
 FORMATS = ("text", "json", "md", "html")
 CONVENTIONS = ("counted", "palm", "megatron", "narayanan", "6n")
-#: What a file's ending says when --format does not.
-_ENDINGS = {".json": "json", ".md": "md", ".markdown": "md", ".html": "html", ".htm": "html", ".txt": "text"}
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--workers must be at least 1, not {arguments.workers}")
     if arguments.workers is not None and arguments.scheduler is not None:
         raise UsageError("--workers are processes here and --scheduler has its own; give one of them")
-    form = _form(arguments)
+    form = form_of(arguments.format, arguments.output)
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise UsageError(
             f"cannot write {arguments.output}: there is no folder {arguments.output.parent}; create it first"
@@ -104,14 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="replace")
     write_output(_render(analysis, form, arguments), arguments.output)
     return 0
-
-
-def _form(arguments: argparse.Namespace) -> str:
-    if arguments.format is not None:
-        return str(arguments.format)
-    if arguments.output is not None:
-        return _ENDINGS.get(arguments.output.suffix.lower(), "text")
-    return "text"
 
 
 def _render(analysis: Analysis, form: str, arguments: argparse.Namespace) -> str:

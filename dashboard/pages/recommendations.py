@@ -168,11 +168,12 @@ def _gain_words(gain: Gain, advice: Recommendation, step_ns: int | None) -> Any:
         )
     after = advice.predicted.step_time_ns if advice.predicted is not None else None
     if after is not None:
-        rows.append(["step time after", *(units.duration(v) for v in (after.low, after.mid, after.high))])
+        # Columns are scenarios: the low gain leaves the high step time.
+        rows.append(["step time after", *(units.duration(v) for v in (after.high, after.mid, after.low))])
     change = advice.predicted.peak_bytes_change if advice.predicted is not None else None
     if change is not None:
         rows.append(["peak memory", "", units.size(change), ""])
-    return table(["", "Low", "Mid", "High"], rows, (1, 2, 3))
+    return table(["", "Low gain", "Mid", "High gain"], rows, (1, 2, 3))
 
 
 def _gain_bar(gain: Gain, step_ns: int | None) -> Any:

@@ -100,7 +100,11 @@ def _of_the_events(columns: Columns) -> Iterator[_Note]:
         yield (
             "beyond-64-bit",
             "info",
-            f"{len(columns.beyond_64_bit):,} integers do not fit 64 bits (the longest has {longest}) and count as missing",
+            (
+                f"1 integer does not fit 64 bits (it needs {longest}) and counts as missing"
+                if len(columns.beyond_64_bit) == 1
+                else f"{len(columns.beyond_64_bit):,} integers do not fit 64 bits (the longest has {longest}) and count as missing"
+            ),
         )
     if columns.unknown:
         yield (

@@ -61,6 +61,26 @@ def test_a_files_ending_chooses_its_form(
     assert target.read_text(encoding="utf-8").startswith(starts)
 
 
+@pytest.mark.parametrize("name", ["report.pdf", "report.htlm", "report.v2"])
+def test_an_ending_that_names_no_form_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Even of a path that does not exist: what the user would wait for comes after."""
+    target = tmp_path / name
+    assert analyze(tmp_path / "absent.json", "-o", target) == 2
+    said = capsys.readouterr().err
+    assert f"ends in {target.suffix}" in said and ".html" in said and "--format" in said
+    assert not target.exists()
+
+
+def test_no_ending_is_text_and_a_given_form_needs_no_ending(traces: Path, tmp_path: Path) -> None:
+    source = traces / "torchrec_straggler_v100"
+    assert analyze(source, "-o", tmp_path / "report") == 0
+    assert (tmp_path / "report").read_text(encoding="utf-8").startswith("▲")
+    assert analyze(source, "-o", tmp_path / "page.v2", "--format", "html") == 0
+    assert (tmp_path / "page.v2").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
 def test_the_old_profilers_example_pair_is_told_apart(
     traces: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ from trine.dashboard.background import Outcome
 from trine.dashboard.catalogue import Run
 from trine.dashboard.pages import communication as communication_page
 from trine.dashboard.pages import explain, memory, overview, recommendations, runs, timeline
+from trine.dashboard.pages.recommendations import _gain_words
 from trine.dashboard.urls import State
 from trine.dashboard.view import View
 from trine.record.model import Quality
@@ -159,6 +160,16 @@ def test_recommendations_say_evidence_change_gain_and_numerics() -> None:
         "50 %",
     ):
         assert words in said, words
+
+
+def test_the_low_gain_stands_over_the_step_time_that_it_leaves() -> None:
+    """Columns are scenarios: of a 100 ms step a gain of 10 ms leaves 90, one of 20 ms leaves 80."""
+    gain = Gain(10 * MS, 17 * MS, 20 * MS)
+    prediction = Prediction(gain, Gain(80 * MS, 83 * MS, 90 * MS), None, "a formula", {})
+    said = text(_gain_words(gain, Recommendation({}, "because", "unchanged", prediction), 100 * MS))
+    gains, after = said.partition("step time after")[0], said.partition("step time after")[2]
+    assert gains.index("10.0 ms") < gains.index("17.0 ms") < gains.index("20.0 ms")
+    assert after.index("90.0 ms") < after.index("83.0 ms") < after.index("80.0 ms")
 
 
 def test_communication_says_who_waited_for_whom() -> None:

@@ -71,7 +71,7 @@ UNUSUAL: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "odd/distributed_info_not_found.json.gz": ({"rank-unknown": "", "no-device-events": ""}, ()),
     "odd/rank_non_gpu.json.gz": ({"no-device-events": ""}, ("rank-unknown",)),
     "odd/cpu_only.json.gz": ({"no-device-events": "", "missing-ranks": "299 of 300"}, ("rank-unknown",)),
-    "odd/large_integer.json.gz": ({"beyond-64-bit": "64 bits"}, ()),
+    "odd/large_integer.json.gz": ({"beyond-64-bit": "1 integer does not fit 64 bits"}, ()),
     "odd/mi250_minitoy_train_ROCm6_2_kineto.json.gz": ({"agent-device-numbers": "(2)"}, ()),
     "odd/triton_example.json.gz": ({"several-process-ids": "3100453"}, ("merged-file",)),
     "odd/event_sync_trace.json.gz": ({"waits-recorded": "4 waits"}, ()),

@@ -17,6 +17,8 @@ ORDER = 42
 LEAST_SHARE = 0.005
 #: Reserved but free below this share of the peak is not worth a line of its own.
 FRAGMENTED = 0.02
+#: From so many rows on a table is a page's and no terminal's.
+_LONG = 20
 
 _ROLES = {
     "parameters": "computation",
@@ -108,7 +110,8 @@ def _owners(part: RankMemory, most_rows: int) -> Table:
         Column("owner", flexible=True),
         Column("operator or module", flexible=True),
     )
-    shown = [owned for owned in part.owners if owned.bytes >= LEAST_SHARE * part.peak_bytes][:most_rows]
+    worth = [owned for owned in part.owners if owned.bytes >= LEAST_SHARE * part.peak_bytes]
+    shown = worth[:most_rows]
     rows = tuple(
         (
             size(owned.bytes),
@@ -122,6 +125,9 @@ def _owners(part: RankMemory, most_rows: int) -> Table:
     )
     rest = part.peak_bytes - sum(owned.bytes for owned in shown)
     note = f"{size(rest)} more in smaller parts" if rest > 0 else ""
+    if note and len(worth) > len(shown):
+        where = "the HTML report and the JSON list" if len(shown) < _LONG else "the JSON lists"
+        note += f"; {where} {len(worth) - len(shown)} more owners"
     return Table(columns, rows, title="Owners at the peak", note=note)
 
 
