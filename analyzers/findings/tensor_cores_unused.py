@@ -7,9 +7,9 @@ put there where the other one is silent (inference, or fp32 in a smaller part of
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from trine.analyzers.results import Finding, Recommendation
+from trine.analyzers.results import Finding, Prediction, Recommendation
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies.kernel_efficiency import KernelEfficiency
 from trine.analyzers.units import duration, percent
@@ -78,15 +78,6 @@ def find(facts: Facts) -> Finding | None:
     )
     if prediction is None or prediction.gain_ns is None or not worth_it(facts, prediction):
         return None
-    change: dict[str, Any] = {"precision.tf32": True} if full else {}
-    advice = []
-    if full:
-        advice.append("Let fp32 products run in TF32 on the tensor cores.")
-    if half:
-        advice.append(
-            "Half-precision products miss the tensor cores: make inner sizes multiples of 8, use channels-last "
-            "convolutions, and let the library search (torch.backends.cudnn.benchmark)."
-        )
     return Finding(
         id=ID,
         kind=KIND,
@@ -98,15 +89,28 @@ def find(facts: Facts) -> Finding | None:
             "fp32_unused_ns": full,
             "kernels": [row.kernel[:80] for row in unused if row.dtype in _HALF or full][:3],
         },
-        recommendation=Recommendation(
-            change=change,
-            why=" ".join(advice),
-            numerics="TF32 rounds inputs of products to 10 bits of mantissa; sums stay in fp32"
-            if full
-            else "unchanged",
-            predicted=prediction,
-        ),
+        recommendation=_recommendation(half, full, prediction),
         severity=prediction.gain_ns.mid / (facts.step_ns or 1),
+    )
+
+
+def _recommendation(half: int, full: int, prediction: Prediction) -> Recommendation:
+    """What to do about products in half precision, and in fp32, of which either may be none."""
+    advice = []
+    if full:
+        advice.append("Let fp32 products run in TF32 on the tensor cores.")
+    if half:
+        advice.append(
+            "Half-precision products miss the tensor cores: make inner sizes multiples of 8, use channels-last "
+            "convolutions, and let the library search (torch.backends.cudnn.benchmark)."
+        )
+    return Recommendation(
+        change={"precision.tf32": True} if full else {},
+        why=" ".join(advice),
+        numerics="TF32 rounds inputs of products to 10 bits of mantissa; sums stay in fp32"
+        if full
+        else "unchanged",
+        predicted=prediction,
     )
 
 

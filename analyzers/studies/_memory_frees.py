@@ -36,6 +36,10 @@ class Freed:
     inputs: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
+#: A change: its name, the bytes that it touches along the curve, the share of them that goes, that in words, from what.
+_Option = tuple[str, Array, float, str, Mapping[str, float | int | str]]
+
+
 def freed(
     categories: Sequence[str], levels: Array, totals: Array, ranks: int | None, *, replicated: bool = True
 ) -> tuple[Freed, ...]:
@@ -45,34 +49,7 @@ def freed(
     ``ranks`` is how many hold the same replica, None where that is not known (1: nothing is replicated), ``replicated``
     whether the source says that they do.
     """
-    where = {name: levels[row] for row, name in enumerate(categories)}
-    none = np.zeros_like(totals)
-    activations = where.get("activations", none)
-    state, gradients, parameters = (
-        where.get(name, none) for name in ("optimizer_state", "gradients", "parameters")
-    )
-    count = ranks or LEAST_RANKS
-    sharded = 1 - 1 / count
-    of_ranks: dict[str, float | int | str] = {"ranks": count}
-    if ranks is None:
-        of_ranks["ranks_are"] = "not known, two is the least"
-    elif not replicated:
-        of_ranks["ranks_are"] = "all, taken to hold the same state"
-    options: list[tuple[str, Array, float, str, Mapping[str, float | int | str]]] = [
-        ("checkpointing", activations, CHECKPOINTED, f"activations × {CHECKPOINTED}", {}),
-        ("offload activations", activations, CHECKPOINTED, f"activations × {CHECKPOINTED}", {}),
-        ("offload optimizer state", state, 1.0, "optimizer state", {}),
-    ]
-    if count > 1:
-        several = (
-            ("ZeRO-1", state, "optimizer state"),
-            ("ZeRO-2", state + gradients, "(optimizer state + gradients)"),
-            ("ZeRO-3", state + gradients + parameters, "(optimizer state + gradients + parameters)"),
-        )
-        options += [
-            (name, touched, sharded, f"{words} × (1 − 1 ÷ ranks)", of_ranks)
-            for name, touched, words in several
-        ]
+    options = _options(categories, levels, totals, ranks, replicated)
     peak = int(totals.max(initial=0))
     at = int(totals.argmax()) if len(totals) else 0
     found = []
@@ -92,3 +69,38 @@ def freed(
                 )
             )
     return tuple(found)
+
+
+def _options(
+    categories: Sequence[str], levels: Array, totals: Array, ranks: int | None, replicated: bool
+) -> list[_Option]:
+    """Every change that is known, whether it would free something or not."""
+    where = {name: levels[row] for row, name in enumerate(categories)}
+    none = np.zeros_like(totals)
+    activations = where.get("activations", none)
+    state, gradients, parameters = (
+        where.get(name, none) for name in ("optimizer_state", "gradients", "parameters")
+    )
+    count = ranks or LEAST_RANKS
+    sharded = 1 - 1 / count
+    of_ranks: dict[str, float | int | str] = {"ranks": count}
+    if ranks is None:
+        of_ranks["ranks_are"] = "not known, two is the least"
+    elif not replicated:
+        of_ranks["ranks_are"] = "all, taken to hold the same state"
+    options: list[_Option] = [
+        ("checkpointing", activations, CHECKPOINTED, f"activations × {CHECKPOINTED}", {}),
+        ("offload activations", activations, CHECKPOINTED, f"activations × {CHECKPOINTED}", {}),
+        ("offload optimizer state", state, 1.0, "optimizer state", {}),
+    ]
+    if count > 1:
+        several = (
+            ("ZeRO-1", state, "optimizer state"),
+            ("ZeRO-2", state + gradients, "(optimizer state + gradients)"),
+            ("ZeRO-3", state + gradients + parameters, "(optimizer state + gradients + parameters)"),
+        )
+        options += [
+            (name, touched, sharded, f"{words} × (1 − 1 ÷ ranks)", of_ranks)
+            for name, touched, words in several
+        ]
+    return options
