@@ -1,7 +1,7 @@
 """Which runs lie under the given roots, found by name and by the first kilobytes, never by reading all.
 
 A run is a native record (a folder that :mod:`trine.profiler` wrote), a folder of one job's files (traces, memory
-snapshots, dumps, schedules), or a single one of these. A run is known by an identifier made here and looked up here: no path from a request is ever
+snapshots, dumps, schedules, also in folders of their own below it), or a single one of these. A run is known by an identifier made here and looked up here: no path from a request is ever
 joined to a root, so nothing outside the roots can be asked for.
 """
 
@@ -14,12 +14,15 @@ import re
 import threading
 import time
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from trine.dashboard.holdings import FOREIGN, Held, about_skipped, briefly
+from trine.record._expansion import is_of_record
 from trine.record.errors import UnreadableInput
 from trine.record.loading import format_of
 from trine.record.readers import native
@@ -33,7 +36,8 @@ _TRACE = "kineto"
 _SUFFIXES = (".json", ".json.gz")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
 #: Of other files than traces, what their names end in, or look like (``nccl_trace_rank_0``); their content decides.
-_OTHERS = (".pickle", ".pkl", ".raw.gz", ".sqlite", ".sqlite3", ".db", ".html")
+_STATED = (".pickle", ".pkl", ".raw.gz", ".sqlite", ".sqlite3")
+_OTHERS = (*_STATED, ".db", ".html")
 _DUMP = re.compile(r"[-_]\d+$")
 _SKIPPED = frozenset({"node_modules", "__pycache__", "site-packages"})
 _DEEPEST = 8
@@ -49,7 +53,8 @@ _MOST_STATES = 64
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run. ``files`` is how many, ``updated_s`` the newest (Unix time), ``size_bytes`` their sum;
-    ``fingerprint`` changes when any of them does."""
+    ``fingerprint`` changes when any of them does. ``held`` are its formats with their files, ``parts`` the
+    identifiers of what can be opened alone although the list shows it only as a part of this run."""
 
     id: str
     path: Path
@@ -59,12 +64,19 @@ class Run:
     updated_s: float
     fingerprint: str
     format: str = "kineto"
+    held: tuple[tuple[str, int], ...] = ()
+    parts: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> Held:
+        """Formats with how many files each has, the leading one first."""
+        return self.held or ((self.format, self.files),)
 
     def state(self, now_s: float | None = None) -> str:
         """``running``, ``silent`` (says it runs, but has not written for two minutes), ``finished``,
-        ``failed`` or ``stopped`` of a record; ``trace`` of anything else."""
+        ``failed`` or ``stopped`` of a record; what the files are of anything else."""
         if self.kind != "record":
-            return "trace"
+            return briefly(self.holds)
         said = _said_state(str(self.path), self.fingerprint)
         passed = (time.time() if now_s is None else now_s) - self.updated_s
         return "silent" if said == "running" and passed > _SILENT_S else said
@@ -112,6 +124,7 @@ class Catalogue:
         self.notes: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._runs: dict[str, Run] = {}
+        self._parts: dict[str, Run] = {}
         self._walked, self._took_s = -1e9, 0.0
 
     def runs(self) -> list[Run]:
@@ -120,7 +133,7 @@ class Catalogue:
             # A walk over slow storage is not worth more than a tenth of the time.
             if time.monotonic() - self._walked > max(_FRESH_S, 10 * self._took_s):
                 began = time.monotonic()
-                self._runs, self.notes = self._walk()
+                self._runs, self._parts, self.notes = self._walk()
                 self._walked = time.monotonic()
                 self._took_s = self._walked - began
             return sorted(self._runs.values(), key=lambda run: (-run.updated_s, run.id))
@@ -133,6 +146,9 @@ class Catalogue:
             for run in self.runs():
                 if run.id == id:
                     return run
+            part = self._parts.get(id)
+            if part is not None:
+                return part
         raise UnreadableInput(f"no run {id!r} under {', '.join(map(str, self.roots))}; see the list of runs")
 
     def _forget(self) -> None:
@@ -141,19 +157,24 @@ class Catalogue:
             if time.monotonic() - self._walked > max(_JUST_NOW_S, 10 * self._took_s):
                 self._walked = -1e9
 
-    def _walk(self) -> tuple[dict[str, Run], tuple[str, ...]]:
+    def _walk(self) -> tuple[dict[str, Run], dict[str, Run], tuple[str, ...]]:
         runs: dict[str, Run] = {}
-        budget = [_MOST_ENTRIES]
+        parts: dict[str, Run] = {}
+        notes: list[str] = []
+        walker = _Walker()
         for root, label in zip(self.roots, _labels(self.roots), strict=True):
-            for path, kind, files, format in _runs_under(root, budget):
-                inside = path.relative_to(root).as_posix() if path != root else ""
-                run = _run(f"{label}/{inside}".rstrip("/"), path, kind, files, format)
+            walker.skipped.clear()
+            for found in walker.under(root):
+                inner = [run for part in found.parts if (run := _run(part, root, label)) is not None]
+                parts |= {run.id: run for run in inner}
+                run = _run(found, root, label, tuple(part.id for part in inner))
                 if run is not None:
                     runs[run.id] = run
-        notes: tuple[str, ...] = ()
-        if budget[0] <= 0:
-            notes = (f"stopped after {_MOST_ENTRIES:,} files; name a folder closer to your runs",)
-        return runs, notes
+            said = about_skipped(walker.skipped, root)
+            notes += [said] if said is not None else []
+        if walker.left <= 0:
+            notes.append(f"stopped after {_MOST_ENTRIES:,} files; name a folder closer to your runs")
+        return runs, parts, tuple(notes)
 
 
 def _labels(roots: Sequence[Path]) -> list[str]:
@@ -167,66 +188,157 @@ def _labels(roots: Sequence[Path]) -> list[str]:
     return labels
 
 
-def _run(id: str, path: Path, kind: Kind, files: Sequence[Path], format: str) -> Run | None:
-    newest, total, parts = 0, 0, []
-    for file in files:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the walk takes for a run: its files by format. ``parts`` are among them."""
+
+    path: Path
+    kind: Kind
+    formats: Mapping[Path, str]
+    parts: tuple[_Found, ...] = ()
+
+
+def _run(found: _Found, root: Path, label: str, parts: tuple[str, ...] = ()) -> Run | None:
+    inside = found.path.relative_to(root).as_posix() if found.path != root else ""
+    newest, total, marks = 0, 0, []
+    for file in found.formats:
         try:
             status = file.stat()
         except OSError:
             continue  # it was deleted or renamed since the walk
         newest, total = max(newest, status.st_mtime_ns), total + status.st_size
-        parts.append(f"{file.name}:{status.st_mtime_ns}:{status.st_size}")
-    if not parts:
+        marks.append(f"{file.name}:{status.st_mtime_ns}:{status.st_size}")
+    if not marks:
         return None
-    fingerprint = f"{zlib.crc32(chr(10).join(sorted(parts)).encode()):08x}-{newest}-{total}"
-    return Run(id, path, kind, len(parts), total, newest / 1e9, fingerprint, format)
+    fingerprint = f"{zlib.crc32(chr(10).join(sorted(marks)).encode()):08x}-{newest}-{total}"
+    held = tuple(Counter(found.formats.values()).items())
+    # Traces and records lead: what they are of is what the rest is of.
+    held = tuple(sorted(held, key=lambda item: (item[0] not in ("trine", _TRACE), item[0])))
+    return Run(
+        f"{label}/{inside}".rstrip("/"),
+        found.path,
+        found.kind,
+        len(marks),
+        total,
+        newest / 1e9,
+        fingerprint,
+        "+".join(format for format, _ in held),
+        held,
+        parts,
+    )
 
 
-def _runs_under(
-    root: Path, budget: list[int], depth: int = 0
-) -> Iterator[tuple[Path, Kind, list[Path], str]]:
-    if root.is_file():
-        yield root, "trace", [root], format_of(root) or _TRACE
-        return
-    try:
-        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
-    except OSError:
-        return
-    budget[0] -= len(entries)
-    if native.recognizes(root):
-        yield root, "record", _files_of_record(root, budget), "trine"
-        return
-    formats = {Path(entry.path): format for entry in entries if (format := _format(entry)) is not None}
-    if _is_one_job(formats):
-        yield root, "traces", list(formats), "+".join(sorted(set(formats.values())))
-    else:
-        for path, format in formats.items():
-            yield path, "trace", [path], format
-    for entry in entries:
-        skipped = entry.name.startswith(".") or entry.name in _SKIPPED
-        # Links to folders are not followed: they lead out of the root, or in circles.
-        if entry.is_dir(follow_symlinks=False) and not skipped and depth < _DEEPEST and budget[0] > 0:
-            yield from _runs_under(Path(entry.path), budget, depth + 1)
+class _Walker:
+    """Looks through folders for runs. ``left`` is how many files more it looks at; ``skipped`` are files that
+    are called like a profile and are none."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_ENTRIES
+        self.skipped: list[Path] = []
+
+    def under(self, root: Path, depth: int = 0) -> Iterator[_Found]:
+        """The runs of a folder and of those below it; of a file, itself."""
+        if root.is_file():
+            yield _Found(root, "trace", {root: format_of(root) or _TRACE})
+            return
+        try:
+            entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+        except OSError:
+            return
+        self.left -= len(entries)
+        if native.recognizes(root):
+            yield _Found(root, "record", self._of_record(root))
+            return
+        formats: dict[Path, str] = {}
+        for entry in entries:
+            format = _format(entry)
+            if format is not None:
+                formats[Path(entry.path)] = format
+            elif _is_called_a_profile(entry):
+                self.skipped.append(Path(entry.path))
+        below = list(self._below(entries, depth))
+        if not _is_one_job(formats):
+            for path, format in formats.items():
+                yield _Found(path, "trace", {path: format})
+            yield from below
+            return
+        parts = _parts(formats, below)
+        mixed = len(set(formats.values())) > 1
+        alone = [
+            _Found(path, "trace", {path: format})
+            for path, format in formats.items()
+            if mixed and list(formats.values()).count(format) == 1
+        ]
+        joined = {**formats, **{path: format for part in parts for path, format in part.formats.items()}}
+        yield _Found(root, "traces", joined, (*alone, *parts))
+        yield from (found for found in below if found not in parts)
+
+    def _below(self, entries: Sequence[os.DirEntry[str]], depth: int) -> Iterator[_Found]:
+        for entry in entries:
+            skipped = entry.name.startswith(".") or entry.name in _SKIPPED
+            # Links to folders are not followed: they lead out of the root, or in circles.
+            if entry.is_dir(follow_symlinks=False) and not skipped and depth < _DEEPEST and self.left > 0:
+                yield from self.under(Path(entry.path), depth + 1)
+
+    def _of_record(self, root: Path) -> dict[Path, str]:
+        """All files of a record's folder: its own, and dumps and snapshots that lie beside them."""
+        formats: dict[Path, str] = {}
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            self.left -= len(names)
+            for path in (Path(folder, name) for name in names):
+                format = None if is_of_record(path) or not _may_be_one(path.name) else _format_of_file(path)
+                formats[path] = "trine" if format in (None, _TRACE) else str(format)
+        return formats
 
 
-def _files_of_record(root: Path, budget: list[int]) -> list[Path]:
-    files: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        budget[0] -= len(names)
-        files += [Path(folder, name) for name in names]
-    return files
+def _parts(formats: Mapping[Path, str], below: Sequence[_Found]) -> list[_Found]:
+    """Of the runs in folders below, those that are parts of the job above them: of formats that it lacks, one
+    of each, since a job has one set of dumps and two of them are two jobs."""
+    above = set(formats.values())
+    of: dict[str, list[_Found]] = defaultdict(list)
+    for found in below:
+        for format in set(found.formats.values()):
+            of[format].append(found)
+    return [
+        found
+        for found in below
+        if found.kind != "record"
+        and all(format not in above and len(of[format]) == 1 for format in found.formats.values())
+    ]
 
 
 def _is_one_job(formats: Mapping[Path, str]) -> bool:
-    """Whether the files of a folder are the ranks of one job: named alike but for numbers, or each for its rank."""
+    """Whether the files of a folder are one job: those of each format its ranks, or one file beside ranks of
+    another format."""
     if len(formats) < 2:
         return False
-    if len({re.sub(r"\d+", "#", path.name) for path in formats}) == 1:
-        return set(formats.values()) == {_TRACE} or all(
-            rank_of_name(path.name) is not None for path in formats
-        )
-    return set(formats.values()) != {_TRACE} and all(rank_of_name(path.name) is not None for path in formats)
+    of: dict[str, list[Path]] = defaultdict(list)
+    for path, format in formats.items():
+        of[format].append(path)
+    if len(of) > 1 and all(rank_of_name(path.name) is not None for path in formats):
+        return True
+    several = {format: paths for format, paths in of.items() if len(paths) > 1}
+    return bool(several) and all(_are_ranks(format, paths) for format, paths in several.items())
+
+
+def _are_ranks(format: str, paths: Sequence[Path]) -> bool:
+    """Named alike but for numbers, or each for its rank; models that are numbered are not ranks."""
+    if format == _TRACE:
+        return len({re.sub(r"\d+", "#", path.name) for path in paths}) == 1
+    return all(rank_of_name(path.name) is not None for path in paths)
+
+
+def _is_called_a_profile(entry: os.DirEntry[str]) -> bool:
+    try:
+        named = entry.name.lower().endswith((*_SUFFIXES, *_STATED, *FOREIGN))
+        return named and not entry.name.startswith(".") and entry.is_file(follow_symlinks=False)
+    except OSError:
+        return False
+
+
+def _may_be_one(name: str) -> bool:
+    return name.endswith((*_SUFFIXES, *_OTHERS)) or bool(_DUMP.search(name))
 
 
 def _format(entry: os.DirEntry[str]) -> str | None:
@@ -236,11 +348,16 @@ def _format(entry: os.DirEntry[str]) -> str | None:
             return None
         if entry.name.endswith(_ARCHIVES):
             return _TRACE
-        if entry.name.endswith((*_SUFFIXES, *_OTHERS)) or _DUMP.search(entry.name):
-            return _format_by_content(Path(entry.path))
+        return _format_by_content(Path(entry.path)) if _may_be_one(entry.name) else None
     except OSError:
         return None
-    return None
+
+
+def _format_of_file(path: Path) -> str | None:
+    try:
+        return _format_by_content(path) if path.is_file() else None
+    except OSError:
+        return None  # it was replaced since the walk
 
 
 _seen: dict[tuple[str, int, int], str | None] = {}

@@ -21,7 +21,7 @@ from .errors import UnreadableInput
 from .model import Quality
 from .readers._names import natural
 
-__all__ = ["ARCHIVE_NAMES", "Workspace", "head_of", "inflated", "unpacked", "walk"]
+__all__ = ["ARCHIVE_NAMES", "Workspace", "head_of", "inflated", "is_of_record", "unpacked", "walk"]
 
 RecordTest = Callable[[Path], bool]
 
@@ -106,7 +106,7 @@ def walk(root: Path, is_record: RecordTest, notes: list[Quality]) -> Walk:
                     inner.append((entry, depth + 1, in_record))
             elif not in_record:
                 found.files.append(entry)
-            elif not _is_of_record(entry):
+            elif not is_of_record(entry):
                 found.inside.append(entry)
         if len(found.files) + len(found.inside) > _MOST_FILES:
             notes.append(
@@ -133,7 +133,7 @@ def _entries(folder: Path, root: Path, notes: list[Quality]) -> list[Path]:
         return []
 
 
-def _is_of_record(path: Path) -> bool:
+def is_of_record(path: Path) -> bool:
     """Whether a file in a record's folder is the record's own."""
     return (
         path.name in ("run.json", "rank.json") or path.suffix == ".trine" or path.name.startswith("window-")

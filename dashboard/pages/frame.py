@@ -10,20 +10,14 @@ from trine.dashboard import units
 from trine.dashboard.attributes import aria
 from trine.dashboard.catalogue import Run
 from trine.dashboard.components import choices, free_choice
+from trine.dashboard.holdings import in_words
 from trine.dashboard.parts import glyph, pill
 from trine.dashboard.urls import PAGES, State
 
 __all__ = ["controls", "frame", "state_line"]
 
-_KINDS = {"record": "native record", "traces": "traces of several ranks", "trace": "trace"}
-_FORMATS = {
-    "kineto": "traces",
-    "memory_snapshot": "memory snapshot",
-    "memory_timeline": "memory timeline",
-    "flight_recorder": "flight recorder dumps",
-    "pipeline_schedule": "pipeline schedule",
-    "nsight": "Nsight Systems",
-}
+#: Parts of a run that its title links to.
+_MOST_PARTS = 6
 _STATES = {
     "running": "running",
     "silent": "silent for over two minutes",
@@ -62,7 +56,17 @@ def _title(state: State, run: Run | None) -> list[Any]:
         return [html.H1("Runs")]
     if run is None:
         return [html.H1(state.run or "")]
-    return [html.H1(run.id, title=str(run.path)), html.Div(state_line(run), id="run-state")]
+    title = [html.H1(run.id, title=str(run.path)), html.Div(state_line(run), id="run-state")]
+    return [*title, *_parts(state, run)]
+
+
+def _parts(state: State, run: Run) -> list[Any]:
+    """Links to what of the run can be looked at alone."""
+    links = []
+    for part in run.parts[:_MOST_PARTS]:
+        link = State(page="overview", run=part, theme=state.theme)
+        links.append(dcc.Link(part.removeprefix(run.id).lstrip("/"), href=link.address))
+    return [html.Div(["open alone:", *links], className="quiet run-parts", id="run-parts")] if links else []
 
 
 def state_line(run: Run) -> list[Any]:
@@ -74,10 +78,9 @@ def state_line(run: Run) -> list[Any]:
 
 
 def _kind(run: Run) -> str:
-    if run.format in ("kineto", "trine"):
-        return _KINDS[run.kind]
-    named = [_FORMATS.get(format, format.replace("_", " ")) for format in run.format.split("+")]
-    return ", ".join(named) if run.kind == "trace" else f"{', '.join(named)} of one job"
+    if run.format == "kineto":
+        return "traces of several ranks" if run.kind == "traces" else "trace"
+    return in_words(run.holds)
 
 
 def controls(state: State, ranks: tuple[int, ...]) -> list[Any]:

@@ -11,6 +11,7 @@ from trine.dashboard import units
 from trine.dashboard.attributes import aria
 from trine.dashboard.background import Outcome
 from trine.dashboard.catalogue import Run
+from trine.dashboard.holdings import briefly
 from trine.dashboard.parts import glyph, notice, pill
 from trine.dashboard.urls import State
 
@@ -105,7 +106,7 @@ def _row(run: Run, outcome: Outcome | None, state: State) -> Any:
             html.Span(
                 units.duration(statistics.median_ns if statistics is not None else None), className="number"
             ),
-            html.Span(pill(said, said) if said != "trace" else html.Span("trace", className="quiet")),
+            html.Span(pill(said, said) if run.kind == "record" else html.Span(said, className="quiet")),
             html.Span(units.age(run.updated_s), className="number quiet"),
         ],
         href=link.address,
@@ -114,7 +115,10 @@ def _row(run: Run, outcome: Outcome | None, state: State) -> Any:
 
 
 def _place(run: Run, parent: str) -> str:
+    held = dict(run.holds)
     files = f"{run.files} files, " if run.files > 1 else ""
+    if len(held) > 1 and run.kind == "record":
+        files = f"{files}with {briefly([item for item in run.holds if item[0] != 'trine'])}, "
     return f"{parent + ', ' if parent else ''}{files}{units.size(run.size_bytes)}"
 
 

@@ -152,3 +152,101 @@ def test_snapshots_dumps_schedules_and_profiles_are_runs_too(data: Path) -> None
     snapshots = [name for name in runs if name.startswith("memory_snapshot/")]
     assert len(snapshots) == 4, "different models are different runs, whatever numbers their names hold"
     assert {runs[name].kind for name in snapshots} == {"trace"}
+
+
+SCHEDULE = json.dumps(
+    {"1": {"total": 2.0, "fwd_start": [0.0], "fwd_end": [1.0], "bwd_start": [1.0], "bwd_end": [2.0]}}
+)
+
+
+def schedules(folder: Path, ranks: int) -> None:
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        (folder / f"pp_rank_{rank}.json").write_text(SCHEDULE)
+
+
+def test_a_folder_that_loads_as_one_job_is_listed_once_and_its_parts_can_be_opened(tmp_path: Path) -> None:
+    trace(tmp_path / "job" / "rank0.json.gz")
+    trace(tmp_path / "job" / "rank1.json.gz")
+    schedules(tmp_path / "job" / "schedule", 2)
+    catalogue = Catalogue([tmp_path])
+    (run,) = catalogue.runs()
+    assert (run.path, run.kind, run.files) == (tmp_path / "job", "traces", 4)
+    assert run.state() == "traces, schedules" and run.format == "kineto+pipeline_schedule"
+    assert run.size_bytes == sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert run.parts == (f"{tmp_path.name}/job/schedule",)
+    part = catalogue.find(run.parts[0])
+    assert (part.path, part.files, part.state()) == (tmp_path / "job" / "schedule", 2, "schedules")
+    changed = run.fingerprint
+    (tmp_path / "job" / "schedule" / "pp_rank_1.json").write_text(SCHEDULE + " ")
+    assert Catalogue([tmp_path]).runs()[0].fingerprint != changed, "the job's analysis uses its parts"
+
+
+def test_jobs_below_a_job_stay_jobs_of_their_own(tmp_path: Path) -> None:
+    trace(tmp_path / "job" / "rank0.json.gz")
+    trace(tmp_path / "job" / "rank1.json.gz")
+    trace(tmp_path / "job" / "again" / "rank0.json.gz")
+    schedules(tmp_path / "job" / "first", 2)
+    schedules(tmp_path / "job" / "second", 2)
+    root = tmp_path.name
+    assert set(found(tmp_path)) == {
+        f"{root}/job",
+        f"{root}/job/again/rank0.json.gz",
+        f"{root}/job/first",
+        f"{root}/job/second",
+    }
+
+
+def test_traces_dumps_and_a_snapshot_are_one_run_in_one_folder_or_several(tmp_path: Path, data: Path) -> None:
+    traces = data / "traces"
+    for folder in (tmp_path / "flat", tmp_path / "deep"):
+        folder.mkdir()
+        for path in (traces / "kineto" / "torchrec_straggler_v100").iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        below = folder if folder.name == "flat" else folder / "fr"
+        below.mkdir(exist_ok=True)
+        for path in (traces / "flight_recorder" / "gloo_desync").glob("comm_lib_trace_rank_*"):
+            (below / path.name).write_bytes(path.read_bytes())
+        snapshot = traces / "memory_snapshot" / "medium_128_training_memory_snapshot.pickle"
+        below = folder if folder.name == "flat" else folder / "memory"
+        below.mkdir(exist_ok=True)
+        (below / snapshot.name).write_bytes(snapshot.read_bytes())
+    runs = {run.path.name: run for run in Catalogue([tmp_path]).runs()}
+    assert set(runs) == {"flat", "deep"}
+    assert {run.state() for run in runs.values()} == {"traces, dumps, snapshot"}
+    assert {run.files for run in runs.values()} == {9}
+    assert len(runs["deep"].parts) == 2 and len(runs["flat"].parts) == 1
+
+
+def test_files_that_are_no_run_are_named_with_the_reason(tmp_path: Path) -> None:
+    trace(tmp_path / "gpt.json")
+    (tmp_path / "broken.json").write_text('{"a": ')
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "config.json").write_text('{"learning_rate": 1}')
+    (tmp_path / "report.nsys-rep").write_bytes(b"whatever")
+    (tmp_path / "words.json").write_text("hello")
+    (tmp_path / "README.md").write_text("no profile by its name")
+    catalogue = Catalogue([tmp_path])
+    assert [run.path.name for run in catalogue.runs()] == ["gpt.json"]
+    (said,) = catalogue.notes
+    for words in (
+        "broken.json (it is not valid JSON)",
+        "empty.json (it is empty)",
+        "config.json (JSON, and no trace)",
+        "report.nsys-rep (an Nsight Systems report",
+        "words.json (it is not JSON)",
+    ):
+        assert words in said, words
+    assert "README" not in said and "gpt" not in said
+
+
+def test_the_line_about_skipped_files_is_bounded(tmp_path: Path) -> None:
+    for number in range(50):
+        (tmp_path / f"settings{number:02}.json").write_text("{}")
+    catalogue = Catalogue([tmp_path])
+    assert catalogue.runs() == []
+    assert catalogue.notes[0].endswith("and 44 more.") and len(catalogue.notes[0]) < 500
+    (tmp_path / "only").mkdir()
+    trace(tmp_path / "only" / "gpt.json")
+    healthy = Catalogue([tmp_path / "only"])
+    assert len(healthy.runs()) == 1 and healthy.notes == ()
