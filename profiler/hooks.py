@@ -29,7 +29,7 @@ from .after_import import call_after_import
 from .guard import Guard
 from .marks import Marker
 from .phases import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
-from .regions import Regions, saving
+from .regions import Regions, saving, switching
 
 __all__ = ["Hooks", "Watcher"]
 
@@ -243,6 +243,8 @@ class Hooks:
         self._patch(scaler, "step", _wrap_scaler_step(scaler.step))
         self._patch(_BaseDataLoaderIter, "__next__", _wrap_loader_next(_BaseDataLoaderIter.__next__))
         guard = self._watcher.guard
+        module = torch.nn.Module
+        self._patch(module, "train", switching(module.train, _regions_here))
         guard.run("checkpoints", self._time_saving, "torch", ("save",))
         self._forget_import = call_after_import(
             _CHECKPOINT, functools.partial(guard.run, "checkpoints", self._time_checkpoints)

@@ -4,8 +4,9 @@ Three ways in, all of them in the training thread:
 
 * ``torch.save``, ``torch.distributed.checkpoint.save`` and ``async_save`` are timed while a session lasts (the wrappers
   are put in place and taken out by :mod:`trine.profiler.hooks`). Of ``async_save`` that is the time that it blocks;
-* forwards without gradients of a model in evaluation mode that has been trained before: from the first to the end of
-  the last, up to the next forward with gradients. A teacher or a reference model is never trained, so it never counts;
+* forwards without gradients of a model in evaluation mode that has been trained before: from ``model.eval()``, where
+  nothing was trained since, else from the first of them, to ``model.train()``, else to the end of the last before the
+  next forward with gradients. A teacher or a reference model is never trained, so it never counts;
 * ``prof.region("evaluation")``, in the user's own words.
 
 Where in doubt nothing is counted: time that is not seen here stays with the steps, or between them.
@@ -24,7 +25,7 @@ import torch
 
 from trine.record.errors import UsageError
 
-__all__ = ["KINDS", "Kind", "Region", "Regions", "check_kind", "saving"]
+__all__ = ["KINDS", "Kind", "Region", "Regions", "check_kind", "saving", "switching"]
 
 Kind = Literal["evaluation", "checkpoint", "setup", "other", "work"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -52,6 +53,9 @@ class Regions:
         self.lost = 0
         self._trained: set[int] = set()
         self._evaluation: list[int] = []  # start, and end of the last forward
+        self._turned: dict[
+            int, int
+        ] = {}  # model → when it was put into evaluation mode, nothing trained since
         self._inside = 0  # of a region that says what it is
 
     def add(self, kind: str, name: str, start_ns: int, end_ns: int) -> None:
@@ -72,6 +76,8 @@ class Regions:
         """A region in which nothing else is looked for. The innermost of several says nothing."""
         began = time.perf_counter_ns()
         self._inside += 1
+        if kind != "checkpoint":  # the user says what this is, so what comes behind began behind
+            self._turned.clear()
         try:
             yield
         finally:
@@ -91,15 +97,31 @@ class Regions:
             not self._evaluation and not self._inside and not module.training and id(module) in self._trained
         ):
             now = time.perf_counter_ns()
-            self._evaluation = [now, now]
+            self._evaluation = [self._turned.get(id(module), now), now]
 
     def after_forward(self) -> None:
         """A model was called."""
         if self._evaluation:
             self._evaluation[1] = time.perf_counter_ns()
 
+    def knows(self, module: Any) -> bool:
+        """Whether a model is one that was trained."""
+        return id(module) in self._trained
+
+    def turned(self, module: Any, when_ns: int) -> None:
+        """A model that was trained was put into training or evaluation mode, or left in it."""
+        if self._inside:
+            return
+        if not module.training:
+            self._turned.setdefault(id(module), when_ns)
+            return
+        if self._evaluation:
+            self._evaluation[1] = when_ns
+        self.training_goes_on()
+
     def training_goes_on(self) -> None:
         """A forward with gradients, or the end: an evaluation is over, with its last forward."""
+        self._turned.clear()
         if self._evaluation:
             start, end = self._evaluation
             self._evaluation = []
@@ -124,6 +146,25 @@ def saving(
 
     save.__module__ = package
     return save
+
+
+def switching(original: Callable[..., Any], here: Callable[[], Regions | None]) -> Callable[..., Any]:
+    """``Module.train``, which ``Module.eval`` calls too, noted for models that were trained.
+
+    It is called once for each module inside, so it asks little of all others.
+    """
+
+    @functools.wraps(original)
+    def train(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        regions = None if torch.compiler.is_compiling() else here()
+        if regions is None or not regions.knows(self):
+            return original(self, *arguments, **keywords)
+        began = time.perf_counter_ns()
+        result = original(self, *arguments, **keywords)
+        regions.turned(self, began)
+        return result
+
+    return train
 
 
 def check_kind(kind: str) -> None:

@@ -9,6 +9,7 @@ import inspect
 import pickle
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,71 @@ def test_evaluation_and_checkpoints_are_seen(tmp_path: Path) -> None:
         evaluate(training)
         torch.save(training.model.state_dict(), tmp_path / "after.pt")
     evaluation, checkpoint = ("evaluation", "forward without gradients"), ("checkpoint", "torch.save")
-    assert regions_of(tmp_path / "run") == [evaluation, checkpoint, evaluation, checkpoint]
+    assert regions_of(tmp_path / "run") == [evaluation, checkpoint, evaluation, evaluation, checkpoint]
     assert torch.load(tmp_path / "in_step.pt").keys() == training.model.state_dict().keys()
+
+
+def lengths_ms(path: Path) -> list[float]:
+    table = read(path).regions
+    assert table is not None
+    evaluation = table["kind"] == table.strings.find("evaluation")
+    return [float(length) / 1e6 for length in (table["end_ns"] - table["start_ns"])[evaluation]]
+
+
+def test_an_evaluation_lasts_from_eval_to_train(tmp_path: Path) -> None:
+    """Work before the first forward and behind the last one counts, what comes before ``eval()`` does not."""
+    training = Training()
+    with training.profile(tmp_path / "run") as prof:
+        for number, ids in enumerate(prof.steps(training.loader)):
+            training.step(ids)
+            time.sleep(0.03)
+            if number == 1:
+                training.model.eval()
+                with torch.no_grad():
+                    for _ in range(3):
+                        time.sleep(0.02)
+                        training.model(ids)
+                        time.sleep(0.02)
+                training.model.train()
+            training.model.train()  # as some loops do in every step
+    (length,) = lengths_ms(tmp_path / "run")
+    assert 120 <= length < 150
+
+
+def test_evaluation_mode_alone_is_none_and_training_in_it_ends_it(tmp_path: Path) -> None:
+    training = Training()
+    with training.profile(tmp_path / "run") as prof:
+        for number, ids in enumerate(prof.steps(training.loader)):
+            training.step(ids)  # with frozen statistics, from the second on
+            training.model.eval()
+            time.sleep(0.03)
+            if number == 0:
+                training.model.train()
+        training.model.train()
+        training.model.eval()
+        with prof.region("work"):
+            time.sleep(0.05)
+        with torch.no_grad():
+            training.model(ids)
+    (length,) = lengths_ms(tmp_path / "run")
+    assert length < 40, "what the user named counts as that, and not as evaluation too"
+
+
+def test_modes_are_switched_as_before(tmp_path: Path) -> None:
+    before = torch.nn.Module.train
+    training = Training()
+    with training.profile(tmp_path / "run") as prof:
+        for ids in prof.steps(training.loader):
+            training.step(ids)
+            assert torch.nn.Module.train is not before
+            assert inspect.signature(torch.nn.Module.train) == inspect.signature(before)
+            assert training.model.eval() is training.model
+            assert not any(module.training for module in training.model.modules())
+            assert training.model.train(mode=True) is training.model
+            with pytest.raises(ValueError, match="boolean"):
+                training.model.train("yes")  # type: ignore[arg-type]
+            assert "train" not in vars(training.model)
+    assert torch.nn.Module.train is before
 
 
 def test_a_healthy_loop_has_no_regions(tmp_path: Path) -> None:
