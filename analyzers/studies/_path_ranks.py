@@ -33,7 +33,7 @@ MOST_SUSPECTS = 6
 #: Calls above which nothing is replayed: it would take longer than the reading. And calls of all ranks together:
 #: each takes a number a suspect.
 MOST_CALLS = 20_000
-MOST_LINKS = 4_000_000
+MOST_LINKS_OF_ALL = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _absences(
     links = meetings.links.values()
     if sum(len(blame.transfer) for blame in blames) > MOST_CALLS:
         return {}, (), None
-    if len(links) * max(len(one.row) for one in links) > MOST_LINKS:
+    if len(links) * max(len(one.row) for one in links) > MOST_LINKS_OF_ALL:
         return {}, (), None
     suspects = _suspects(tallies, blames)
     alone = [(rank,) for rank in suspects]
