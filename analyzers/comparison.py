@@ -16,8 +16,10 @@ from typing import Any, Literal
 import numpy as np
 
 from trine.analyzers.difference import RunDifference, differ, mean_parts
+from trine.analyzers.finding_changes import FindingChange, finding_changes
 from trine.analyzers.run_facts import METRICS, Part, RunFacts
 from trine.analyzers.statistics import MINIMUM_EFFECT, Ratio, bootstrap_median, ratio_of_medians
+from trine.analyzers.units import duration
 from trine.record.errors import NotComparable, UsageError
 
 __all__ = [
@@ -39,6 +41,8 @@ _ENDINGS = re.compile(r"(?:\.(?:pt|trace|json|gz|gzip|sqlite|tar|tgz))+$")
 
 #: Causes below this share of the second side's step are left out: nobody acts on them.
 _SMALLEST_CAUSE = 0.005
+#: Traced steps whose change differs from that of all steady steps by more than this share of a step are no image of them.
+_UNTYPICAL = 0.05
 
 Verdict = Literal["regression", "improvement", "no change", "inconclusive", "one run", "not judged"]
 
@@ -46,7 +50,8 @@ Verdict = Literal["regression", "improvement", "no change", "inconclusive", "one
 @dataclass(frozen=True, slots=True)
 class Side:
     """One side. Times in ns: the median of the runs' medians, and each run's median with its interval;
-    None of runs that mark no steps. ``label`` tells the side from the other in few letters."""
+    None of runs that mark no steps. ``label`` tells the side from the other in few letters; ``window_steps`` is how
+    many steps the breakdown and what it divides are means of (None without one), over all runs."""
 
     sources: tuple[str, ...]
     steps: tuple[int, ...]
@@ -54,6 +59,7 @@ class Side:
     median_ns: float | None
     run_medians_ns: tuple[tuple[float, float, float] | None, ...]  # (median, low, high) a run
     label: str = ""
+    window_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,8 @@ class Cause:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The whole answer. ``causes`` are ordered by size within each kind; kinds overlap each other.
-    ``step_time`` is None where traces hold too few steps for a verdict; ``difference`` says what changed."""
+    ``step_time`` is None where traces hold too few steps for a verdict; ``difference`` says what changed;
+    ``findings`` is None where a side's are not known."""
 
     first: Side
     second: Side
@@ -128,6 +135,7 @@ class Comparison:
     configuration: tuple[Difference, ...]
     notes: tuple[str, ...]
     difference: RunDifference
+    findings: tuple[FindingChange, ...] | None = None
 
 
 def compare(
@@ -181,8 +189,13 @@ def compare(
         causes=_causes(first, second) if ratio is not None else (),
         environment=environment,
         configuration=_configuration_differences(first, second),
-        notes=(*_notes(first, second, ratio, minimum_steps), *difference.notes),
+        notes=(
+            *_notes(first, second, ratio, minimum_steps),
+            *_untypical_windows(first, second, difference),
+            *difference.notes,
+        ),
         difference=difference,
+        findings=finding_changes(first, second),
     )
 
 
@@ -212,6 +225,7 @@ def _require_steps(run: RunFacts, minimum_steps: int) -> None:
 def _side(runs: Sequence[RunFacts], confidence: float, label: str) -> Side:
     medians = tuple(bootstrap_median(run.step_ns, confidence) if run.step_ns else None for run in runs)
     known = [found[0] for found in medians if found is not None]
+    windows = [run.window.steps for run in runs if run.window is not None]
     return Side(
         sources=tuple(run.source for run in runs),
         steps=tuple(len(run.step_ns) for run in runs),
@@ -219,6 +233,7 @@ def _side(runs: Sequence[RunFacts], confidence: float, label: str) -> Side:
         median_ns=float(np.median(known)) if known else None,
         run_medians_ns=medians,
         label=label,
+        window_steps=sum(windows) if windows else None,
     )
 
 
@@ -382,6 +397,26 @@ def _notes(
     if not _causes_known(first, second):
         notes.append("the two sides have no part of the step in common, so no cause can be named")
     return tuple(notes)
+
+
+def _untypical_windows(
+    first: Sequence[RunFacts], second: Sequence[RunFacts], difference: RunDifference
+) -> tuple[str, ...]:
+    """That the traced steps changed otherwise than all steady steps did, where that is so."""
+    traced, sides = difference.change_ns, ([run.step_ns for run in side if run.step_ns] for side in (first, second))
+    steady = [float(np.mean([np.mean(steps) for steps in runs])) if runs else None for runs in sides]
+    divided = any(part.kind == "breakdown" for part in difference.partition)
+    if traced is None or not divided or difference.unit.name != "step" or steady[0] is None or steady[1] is None:
+        return ()
+    change = steady[0] - steady[1]
+    if abs(change - traced) <= _UNTYPICAL * steady[1]:
+        return ()
+    words = [f"{'+' if ns > 0 else ''}{duration(ns)}" for ns in (change, traced)]
+    note = (
+        f"the mean of all steady steps changed by {words[0]}, that of the traced steps (which the breakdown, idle time, kernels and"
+        f" operators are of) by {words[1]}: tracing slows a step, or warm-up is among them; the steady steps decide"
+    )
+    return (note,)
 
 
 def _causes_known(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> bool:

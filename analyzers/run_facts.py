@@ -22,7 +22,7 @@ from trine.analyzers.statistics import find_warm_up
 from trine.analyzers.steps import job_steps
 from trine.record.model import MISSING, PHASES, Array, Table
 
-__all__ = ["METRICS", "Part", "RunFacts", "Window", "lighter", "measure_run"]
+__all__ = ["METRICS", "Part", "RunFacts", "Told", "Window", "lighter", "measure_run"]
 
 #: Metric → (what it is, whether more is better). Names end in their unit; shares and MFU are of one.
 METRICS: Mapping[str, tuple[str, bool]] = {
@@ -72,6 +72,16 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """A finding of the run: ``severity`` is the share of the step at stake."""
+
+    id: str
+    kind: str
+    title: str
+    severity: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """One run. ``step_ns`` are its steady steps in order (ns); ``warm_up`` counts the steps left out.
 
@@ -79,7 +89,8 @@ class RunFacts:
     ``configuration`` is what was trained and how. ``metrics`` are those of :data:`METRICS` that can
     be said; ``missing`` gives the reason for each of the others. ``format`` is what it was read from
     (``trine`` for a record); ``window`` what its breakdown covers; ``least_ns`` is kind of part → the least
-    that was kept of it where more had to go, so that what is not listed is known to take no more.
+    that was kept of it where more had to go, so that what is not listed is known to take no more. ``findings``
+    is None where they are not known (baselines of older versions).
     """
 
     source: str
@@ -95,6 +106,7 @@ class RunFacts:
     format: str = ""
     window: Window | None = None
     least_ns: Mapping[str, float] = field(default_factory=dict)
+    findings: tuple[Told, ...] | None = None
 
 
 def measure_run(analysis: Analysis) -> RunFacts:
@@ -125,6 +137,7 @@ def measure_run(analysis: Analysis) -> RunFacts:
         format=analysis.source.format,
         window=_window(summaries),
         least_ns=least_ns,
+        findings=tuple(Told(one.id, one.kind, one.title, one.severity) for one in analysis.findings),
     )
 
 

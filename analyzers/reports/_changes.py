@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from trine.analyzers.difference import Change, RunDifference
+from trine.analyzers.finding_changes import FindingChange
 from trine.analyzers.kernel_names import short_name
 from trine.analyzers.reports.document import Column, Table, clean
 from trine.analyzers.units import duration, percent
 
-__all__ = ["change_tables", "difference_to_dict", "partition_words", "unit_words"]
+__all__ = ["change_tables", "difference_to_dict", "findings_table", "partition_words", "unit_words"]
 
 _UNITS = {"step": "a step", "work": "a window of equal work", "window": "a window"}
 _PARTS = {
@@ -19,12 +20,12 @@ _PARTS = {
 
 
 def unit_words(difference: RunDifference) -> str:
-    """``a step takes 13 % longer (340 ms against 300 ms)``."""
+    """``a step takes 13 % longer (mean 340 ms against 300 ms)``: of the steps that are divided, all ranks."""
     if difference.first_ns is None or difference.second_ns is None:
         return "how long a unit takes is not known on both sides"
     ratio = difference.first_ns / difference.second_ns if difference.second_ns else 1.0
     unit = _UNITS[difference.unit.name]
-    times = f"({duration(difference.first_ns)} against {duration(difference.second_ns)})"
+    times = f"(mean {duration(difference.first_ns)} against {duration(difference.second_ns)})"
     if abs(ratio - 1) < 0.0005:
         return f"{unit} takes as long as before {times}"
     return f"{unit} takes {percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'less time'} {times}"
@@ -50,29 +51,35 @@ def part_name(name: str) -> str:
 
 
 def change_tables(
-    difference: RunDifference, labels: tuple[str, str], most: int, *, causes_told: bool, narrow: bool = False
+    difference: RunDifference,
+    labels: tuple[str, str],
+    most: int,
+    *,
+    causes_told: bool,
+    narrow: bool = False,
+    covers: str = "",
 ) -> Iterator[Table]:
     """Tables of a difference, columns from old to new: how the unit is divided (unless that was told already), what
     changed, and the host's operators. ``labels``: what the second side and the first are called; ``narrow``: as few
-    and short columns as a terminal has room for."""
+    and short columns as a terminal has room for; ``covers``: which steps the means are of (``, of 4 and 5 traced steps``)."""
     unit = {"step": "step", "work": "window of equal work", "window": "window"}[difference.unit.name]
-    share = f"of {unit.split()[0]}"
+    short = unit.split()[0]
     if difference.partition and not causes_told and difference.first_ns is not None:
-        yield _partition(difference, labels, unit)
+        yield _partition(difference, labels, unit, covers)
     if difference.changes:
-        title = f"What changed, in order of effect (mean of a {unit} and rank)"
-        yield _changes(difference.changes, labels, most, title, narrow, share)
+        title = f"What changed, in order of effect (mean of a {unit} and rank{covers})"
+        yield _changes(difference.changes, labels, most, title, narrow, short)
     else:
         said = "nothing: every part is within 0.1 % of what it was"
         if difference.basis is None:
             said = "kernels and operators are not known; a trace or a deep window of each side shows them"
         yield Table((Column("What changed"),), ((said,),))
     if difference.host:
-        title = f"Operators on the host, own time (mean of a {unit} and rank)"
-        yield _changes(difference.host, labels, max(most // 2, 5), title, narrow, share)
+        title = f"Operators on the host, own time (mean of a {unit} and rank{covers})"
+        yield _changes(difference.host, labels, max(most // 2, 5), title, narrow, short)
 
 
-def _partition(difference: RunDifference, labels: tuple[str, str], unit: str) -> Table:
+def _partition(difference: RunDifference, labels: tuple[str, str], unit: str, covers: str) -> Table:
     rows = [
         (
             part_name(part.name),
@@ -96,17 +103,18 @@ def _partition(difference: RunDifference, labels: tuple[str, str], unit: str) ->
             ),
         ),
         tuple(rows),
+        f"Where its time goes (mean of the ranks{covers})",
     )
 
 
 def _changes(
-    changes: Sequence[Change], labels: tuple[str, str], most: int, title: str, narrow: bool, share: str
+    changes: Sequence[Change], labels: tuple[str, str], most: int, title: str, narrow: bool, unit: str
 ) -> Table:
     columns = (
         *(() if narrow else (Column("kind"),)),
         Column("what"),
         Column("name", flexible=True),
-        *(Column(text, "right") for text in (*labels, "calls", "change", share)),
+        *(Column(text, "right") for text in (*labels, f"calls a {unit}", "change", f"of {unit}")),
     )
     rows = tuple(
         (
@@ -164,6 +172,27 @@ def _calls(change: Change) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"
+
+
+def findings_table(changes: Sequence[FindingChange], labels: tuple[str, str]) -> Table:
+    """Findings of either side; shares are those of the step at stake."""
+    rows = tuple(
+        (
+            one.state,
+            one.id,
+            "–" if one.second is None else percent(one.second),
+            "–" if one.first is None else percent(one.first),
+            clean(one.title),
+        )
+        for one in changes
+    )
+    columns = (
+        Column(""),
+        Column("finding"),
+        *(Column(label, "right") for label in labels),
+        Column("it says", flexible=True),
+    )
+    return Table(columns, rows, "Findings (share of the step or window at stake)")
 
 
 def _signed(value: float, words: Callable[[float], str]) -> str:

@@ -14,6 +14,7 @@ from trine.analyzers.comparison import Cause, Comparison, Difference, Side
 from trine.analyzers.reports._changes import (
     change_tables,
     difference_to_dict,
+    findings_table,
     unit_words,
 )
 from trine.analyzers.reports.document import (
@@ -26,7 +27,6 @@ from trine.analyzers.reports.document import (
     clean,
     shorten,
 )
-from trine.analyzers.run_facts import METRICS
 from trine.analyzers.units import count, duration, percent, size
 
 __all__ = ["headline", "render_html", "render_json", "render_markdown", "render_text", "value_text"]
@@ -47,12 +47,30 @@ _VERDICTS = {
 }
 
 _KINDS = {
-    "phase": "phases of the step",
-    "breakdown": "breakdown of the window",
-    "idle": "causes of idle time",
+    "phase": "phases of all steady steps",
+    "breakdown": "breakdown of the traced steps",
+    "idle": "causes of idle time in them",
     "collective": "collectives",
     "kernel": "kernels",
     "operator": "operators",
+}
+#: Metrics in words, with what they are of: two numbers of one name may be a median and a mean.
+_METRICS = {
+    "step_time_ns": "step time, median of steady steps",
+    "step_time_p95_ns": "step time, 95th percentile",
+    "peak_bytes": "peak memory, allocated",
+    "reserved_peak_bytes": "peak memory, reserved",
+    "tokens_per_s": "tokens per second",
+    "samples_per_s": "samples per second",
+    "exposed_communication_share": "exposed communication, of the step",
+    "idle_share": "idle, of the traced window",
+    "data_share": "waiting for data, of the step",
+    "mfu": "MFU, by the chosen convention",
+    "mfu_palm": "MFU, PaLM's convention",
+    "mfu_megatron": "MFU, Megatron's convention",
+    "mfu_narayanan": "MFU, Narayanan et al.",
+    "mfu_6n": "MFU, 6 FLOPs a parameter and token",
+    "mfu_counted": "MFU, FLOPs counted",
 }
 #: Kinds that the table of what changed has; of the others the sections of causes speak.
 _IN_CHANGES = ("collective", "kernel", "operator", "idle")
@@ -83,7 +101,7 @@ def headline(comparison: Comparison) -> list[str]:
     sure = f"{ratio.confidence:.0%} interval of the ratio {ratio.low:.3f} to {ratio.high:.3f}"
     rule = f"{runs[0]} against {runs[1]}; a change counts from {percent(ratio.minimum_effect)} on"
     return [
-        f"{_VERDICTS[comparison.verdict]}: a step takes {_change_words(ratio.ratio)} ({first} against {second})",
+        f"{_VERDICTS[comparison.verdict]}: a step takes {_change_words(ratio.ratio)} (median {first} against {second})",
         f"{sure} ({rule})",
         f"A slow-down of {smallest}.",
     ]
@@ -98,10 +116,12 @@ def render_text(comparison: Comparison) -> str:
     head, *rest = headline(comparison)
     lines += textwrap.wrap(head, _WIDTH) + rest
     lines += _section("", _cause_lines(comparison))
+    told, covers = _told(comparison), _covers(comparison)
     for table in change_tables(
-        comparison.difference, _labels(comparison), _MOST_CHANGES, causes_told=_told(comparison), narrow=True
+        comparison.difference, _labels(comparison), _MOST_CHANGES, causes_told=told, narrow=True, covers=covers
     ):
         lines += _section("", _table_lines(table))
+    lines += _section("Findings (share of the step or window at stake)", _finding_lines(comparison))
     lines += _section("", _metric_lines(comparison))
     lines += _section("Environment", _difference_lines(comparison, comparison.environment))
     lines += _section("Configuration", _difference_lines(comparison, comparison.configuration))
@@ -113,6 +133,26 @@ def render_text(comparison: Comparison) -> str:
 def _labels(comparison: Comparison) -> tuple[str, str]:
     """What the columns are called: the second side's, then the first's."""
     return clean(comparison.second.label) or "second", clean(comparison.first.label) or "first"
+
+
+def _covers(comparison: Comparison) -> str:
+    """Of how many traced steps the breakdown, the kernels and the operators are, old side first; empty without any."""
+    counts = comparison.second.window_steps, comparison.first.window_steps
+    if comparison.difference.unit.name != "step" or None in counts:
+        return ""
+    return f", {_each(*counts)} traced steps"
+
+
+def _each(old: int | None, new: int | None) -> str:
+    return f"{old}" if old == new else f"{old} and {new}"
+
+
+def _kind_words(kind: str, comparison: Comparison) -> str:
+    """What causes of a kind are of, and of how many steps, old side first."""
+    sides = (comparison.second, comparison.first)
+    counts = [sum(side.steps) for side in sides] if kind == "phase" else [side.window_steps for side in sides]
+    many = f" ({_each(*counts)})" if kind in ("phase", "breakdown") and None not in counts else ""
+    return f"{_KINDS[kind]}{many}"
 
 
 def _told(comparison: Comparison) -> bool:
@@ -151,7 +191,7 @@ def _cause_lines(comparison: Comparison) -> list[str]:
     title = "Where the change is (mean of a step and rank)"
     lines = [f"{title:<46}{old:>15}{new:>15}{'change':>11}{'of step':>10}"]
     for kind, group in groupby(_largest(causes), key=lambda cause: cause.kind):
-        lines.append(f"  {_KINDS[kind]}")
+        lines.append(f"  {_kind_words(kind, comparison)}")
         lines += [
             f"    {_short(c.name, 20 + width):<42}{duration(c.second_ns):>15}{duration(c.first_ns):>15}"
             f"{_signed(c.change_ns, duration):>11}{_signed(c.share, percent):>10}"
@@ -160,14 +200,25 @@ def _cause_lines(comparison: Comparison) -> list[str]:
     return lines
 
 
+def _finding_lines(comparison: Comparison) -> list[str]:
+    """What appeared, vanished or stays; what stays needs no words, since either side's report has them."""
+    lines = []
+    for one in comparison.findings or ():
+        old, new = ("none" if share is None else percent(share) for share in (one.second, one.first))
+        lines.append(f"  {one.state:<9} {one.id}: {old} → {new}")
+        if one.state != "stays":
+            lines += textwrap.wrap(clean(one.title), _WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    return lines
+
+
 def _metric_lines(comparison: Comparison) -> list[str]:
-    metrics = [metric for metric in comparison.metrics if metric.name in METRICS]
+    metrics = comparison.metrics
     if not metrics:
         return []
     old, new = (shorten(label, 14) for label in _labels(comparison))
     lines = [f"{'Metrics (median of the runs)':<46}{old:>15}{new:>15}{'change':>11}"]
     return lines + [
-        f"  {m.name:<44}{value_text(m.name, m.second):>15}{value_text(m.name, m.first):>15}{_relative(m.ratio):>11}"
+        f"  {_METRICS.get(m.name, m.name):<44}{value_text(m.name, m.second):>15}{value_text(m.name, m.first):>15}{_relative(m.ratio):>11}"
         for m in metrics
     ]
 
@@ -194,8 +245,8 @@ def _run_lines(comparison: Comparison) -> list[str]:
                 lines.append(f"  {source}: no steps that can be timed{left_out}")
                 continue
             median, low, high = found
-            spread = f"{duration(median)} ({duration(low)} to {duration(high)})"
-            lines.append(f"  {source}: {spread}, {steps} step{'s' if steps != 1 else ''}{left_out}")
+            spread = f"median {duration(median)} ({duration(low)} to {duration(high)})"
+            lines.append(f"  {source}: {spread} of {steps} steady step{'s' if steps != 1 else ''}{left_out}")
     return lines
 
 
@@ -257,7 +308,7 @@ def _tables(comparison: Comparison) -> Iterator[Table]:
             ),
             tuple(
                 (
-                    _KINDS[c.kind],
+                    _kind_words(c.kind, comparison),
                     c.name,
                     duration(c.second_ns),
                     duration(c.first_ns),
@@ -268,13 +319,24 @@ def _tables(comparison: Comparison) -> Iterator[Table]:
             ),
         )
     yield from change_tables(
-        comparison.difference, (old, new), _MOST_CHANGES_ELSEWHERE, causes_told=_told(comparison)
+        comparison.difference,
+        (old, new),
+        _MOST_CHANGES_ELSEWHERE,
+        causes_told=_told(comparison),
+        covers=_covers(comparison),
     )
+    if comparison.findings:
+        yield findings_table(comparison.findings, (old, new))
     if comparison.metrics:
         yield Table(
             (Column("metric"), *(Column(title, "right") for title in (old, new, "change"))),
             tuple(
-                (m.name, value_text(m.name, m.second), value_text(m.name, m.first), _relative(m.ratio))
+                (
+                    _METRICS.get(m.name, m.name),
+                    value_text(m.name, m.second),
+                    value_text(m.name, m.first),
+                    _relative(m.ratio),
+                )
                 for m in comparison.metrics
             ),
             "Metrics (median of the runs)",
@@ -351,6 +413,19 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, object]:
             for c in comparison.causes
         ],
         "difference": difference_to_dict(comparison.difference),
+        "findings": None
+        if comparison.findings is None
+        else [
+            {
+                "id": f.id,
+                "kind": f.kind,
+                "state": f.state,
+                "first_severity": f.first,
+                "second_severity": f.second,
+                "title": f.title,
+            }
+            for f in comparison.findings
+        ],
         "environment": [_difference_to_dict(d) for d in comparison.environment],
         "configuration": [_difference_to_dict(d) for d in comparison.configuration],
         "notes": list(comparison.notes),

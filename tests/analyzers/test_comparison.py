@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from gate_runs import ENVIRONMENT, run_facts, side
 
 from trine.analyzers.comparison import compare
-from trine.analyzers.reports.comparison import render_json, render_markdown, render_text
-from trine.analyzers.run_facts import Part
+from trine.analyzers.reports.comparison import render_html, render_json, render_markdown, render_text
+from trine.analyzers.run_facts import METRICS, Part, RunFacts, Told, Window
 from trine.record.errors import NotComparable, UsageError
 
 
@@ -125,4 +126,76 @@ def test_json_and_markdown_carry_the_same_numbers() -> None:
     assert [run["source"] for run in document["second"]["runs"]] == ["old-0", "old-1", "old-2"]
     assert document["causes"][0]["name"] == "backward"
     text = render_markdown(result)
-    assert text.startswith("**REGRESSION**") and "| phases of the step | backward |" in text
+    assert text.startswith("**REGRESSION**") and "| phases of all steady steps (180) | backward |" in text
+
+
+# --- findings of both sides, and what each number is of --------------------------------------------
+
+
+def with_findings(runs: list[RunFacts], *found: Told) -> list[RunFacts]:
+    return [replace(run, findings=found) for run in runs]
+
+
+def test_findings_that_appear_and_vanish_are_told_apart() -> None:
+    blocking = Told("blocking-calls", "fault", "The host blocks 16 times a step", 0.13)
+    loader = Told("input-bound", "fault", "The step waits for its next batch", 0.28)
+    fusing = Told("unfused-elementwise", "opportunity", "Unfused work takes 28 %", 0.1)
+    new = with_findings(side("new", 100), blocking, fusing)
+    result = compare(new, with_findings(side("old", 100), loader, fusing))
+    assert result.findings is not None
+    assert [(one.id, one.state, one.second, one.first) for one in result.findings] == [
+        ("blocking-calls", "appeared", None, 0.13),
+        ("input-bound", "vanished", 0.28, None),
+        ("unfused-elementwise", "stays", 0.1, 0.1),
+    ]
+    text = render_text(result)
+    assert "appeared  blocking-calls: none → 13 %" in text and "The host blocks 16 times a step" in text
+    assert "vanished  input-bound: 28 % → none" in text
+    for form in (render_markdown(result), render_html(result)):
+        assert "blocking-calls" in form and "appeared" in form and "input-bound" in form
+    assert json.loads(render_json(result))["findings"][0]["state"] == "appeared"
+    healthy = compare(with_findings(side("new", 100)), with_findings(side("old", 100)))
+    assert healthy.findings == () and "Findings" not in render_text(healthy)
+
+
+def test_what_one_run_of_three_shows_is_no_finding_of_its_side() -> None:
+    odd = Told("straggler", "fault", "Rank 1 is late", 0.2)
+    new = with_findings(side("new", 100))
+    new[0] = replace(new[0], findings=(odd,))
+    assert compare(new, with_findings(side("old", 100))).findings == ()
+    new[1] = replace(new[1], findings=(odd,))
+    found = compare(new, with_findings(side("old", 100))).findings
+    assert found is not None and [one.id for one in found] == ["straggler"]
+
+
+def test_findings_of_an_older_baseline_are_not_taken_for_none() -> None:
+    """A side that does not say what it found must not make the other's findings look new."""
+    new = with_findings(side("new", 100), Told("straggler", "fault", "Rank 1 is late", 0.2))
+    result = compare(new, side("old", 100))
+    assert result.findings is None and "straggler" not in render_text(result)
+    assert json.loads(render_json(result))["findings"] is None
+
+
+def deep(run: RunFacts, step_ms: float, steps: int) -> RunFacts:
+    """The run with a deep window of ``steps`` steps that took ``step_ms`` each."""
+    parts = (Part("breakdown", "compute", step_ms * 0.9e6), Part("breakdown", "idle", step_ms * 0.1e6))
+    return replace(run, parts=(*run.parts, *parts), window=Window(step_ms * 1e6, steps, 1, "host"))
+
+
+def test_every_number_says_which_steps_it_is_of() -> None:
+    result = compare([deep(run_facts("new", 80), 130, 4)], [deep(run_facts("old", 100), 105, 5)])
+    text = render_text(result)
+    assert "(median 80." in text
+    assert "phases of all steady steps (60)" in text and "breakdown of the traced steps (5 and 4)" in text
+    assert "step time, median of steady steps" in text
+    for form in (text, render_markdown(result), render_html(result)):
+        assert not any(name in form for name in METRICS if "_" in name), "names of keys are no words"
+
+
+def test_traced_steps_that_changed_otherwise_than_the_rest_are_said_to() -> None:
+    """The run became faster, its deep window slower: a reader must know which of the two to believe."""
+    apart = compare([deep(run_facts("new", 80), 130, 4)], [deep(run_facts("old", 100), 105, 4)])
+    (note,) = [note for note in apart.notes if "traced steps" in note]
+    assert "changed by -20." in note and "by +25.0 ms" in note and "the steady steps decide" in note
+    alike = compare([deep(run_facts("new", 80), 84, 4)], [deep(run_facts("old", 100), 105, 4)])
+    assert not any("traced steps" in note for note in alike.notes)
