@@ -9,6 +9,7 @@ that ends in a pipeline receive is the pipeline's *bubble*, whole. What has no l
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,10 +18,19 @@ import numpy.typing as npt
 
 from trine.record.model import HOST_KINDS, Table
 
-from .intervals import EMPTY, Spans, covered, difference, union
+from .intervals import EMPTY, Spans, clip, covered, difference, measure, union
 from .results import IdleCauses
 
-__all__ = ["CAUSES", "Gaps", "device_gaps", "device_idle", "host_gaps", "host_idle", "is_receive"]
+__all__ = [
+    "CAUSES",
+    "Gaps",
+    "device_gaps",
+    "device_idle",
+    "host_gaps",
+    "host_idle",
+    "is_receive",
+    "waiting_backward",
+]
 
 Array = npt.NDArray[Any]
 
@@ -88,7 +98,8 @@ def device_gaps(gaps: Spans, start: Array, launch: Array, receive: Array, host: 
 
 def host_idle(gaps: Spans, host: Table | None) -> IdleCauses:
     """Causes where the host itself does the work: in the loader, in a blocking call, else between
-    operators (Python). No launch splits a gap here, so nothing is *dependency* or *other*."""
+    operators (Python). No launch splits a gap here, so nothing is *dependency*; *other* is a backward pass that another
+    thread runs, unseen."""
     return _totals(host_gaps(gaps, host))
 
 
@@ -100,10 +111,37 @@ def host_gaps(gaps: Spans, host: Table | None) -> dict[str, Array]:
         causes["other"] = lengths
         return causes
     loader, sync = _loader_and_sync(host, np.ones(len(host), dtype=bool))
+    elsewhere = difference(difference(waiting_backward(host), loader), sync)
     causes["data"] = covered(loader, gaps.start, gaps.end)
     causes["sync"] = covered(sync, gaps.start, gaps.end)
-    causes["host"] = lengths - causes["data"] - causes["sync"]
+    causes["other"] = covered(elsewhere, gaps.start, gaps.end)
+    causes["host"] = lengths - causes["data"] - causes["sync"] - causes["other"]
     return causes
+
+
+#: Spans in which a thread runs the backward pass, or waits for autograd's own thread to: Kineto's annotation of old,
+#: and the Python frames of ``loss.backward()``.
+_BACKWARD = re.compile(r"## ?backward ?##|torch/(?:_tensor|autograd/__init__)\.py\(\d+\): backward", re.ASCII)
+#: Operators on the span's own thread, as a share of it, below which another thread does the work.
+_OWN_SHARE = 0.1
+_OPERATOR = HOST_KINDS.index("operator")
+
+
+def waiting_backward(host: Table) -> Spans:
+    """Backward passes whose thread does next to nothing: it waits for autograd's thread, which was not recorded
+    (where it was, its operators are no gap)."""
+    codes = [code for code, name in enumerate(host.strings.values) if _BACKWARD.fullmatch(name)]
+    kind = host["kind"]
+    rows = np.flatnonzero(np.isin(host["name"], codes) & (kind != _OPERATOR)) if codes else np.zeros(0, int)
+    held = []
+    for row in rows.tolist():
+        start, end, thread = int(host["start_ns"][row]), int(host["end_ns"][row]), host["thread"][row]
+        own = (kind == _OPERATOR) & (host["thread"] == thread)
+        own &= (host["end_ns"] > start) & (host["start_ns"] < end)
+        work = measure(clip(union(host["start_ns"][own], host["end_ns"][own]), start, end))
+        if end > start and work < _OWN_SHARE * (end - start):
+            held.append(row)
+    return union(host["start_ns"][held], host["end_ns"][held]) if held else EMPTY
 
 
 def _totals(causes: dict[str, Array]) -> IdleCauses:

@@ -19,6 +19,7 @@ from .selection import Selected, Selection, select
 from .steps import phase_sums, sampled_steps, step_statistics
 from .studies import Scope, reduce_all
 from .tables import add_up, kernel_times, matmul_times, operator_times
+from .unrecorded import about_unrecorded_device
 
 __all__ = ["summarize"]
 
@@ -39,6 +40,8 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
     selected = select(rank, selection)
     breakdown, missing = break_down(rank, selection)
     quality = [*rank.quality, *(note for window in rank.windows for note in window.quality)]
+    if (unrecorded := about_unrecorded_device(rank, quality)) is not None:
+        quality.append(unrecorded)
     collectives, before = _collectives(rank, selected, selection, quality)
     steps = _steps(rank, selected)
     parts = [(rank, selected)] if rank.format != "trine" else windows_in(rank, selection)

@@ -187,6 +187,9 @@ def _confidence(facts: Facts, worst: Finding | None) -> Literal["high", "medium"
 
 
 def _why_unknown(facts: Facts) -> str:
+    unrecorded = next((rank.unrecorded for rank in facts.ranks if rank.unrecorded is not None), None)
+    if unrecorded is not None:
+        return unrecorded
     missing = next(
         (reason for rank in facts.ranks if (reason := rank.result.summary.breakdown_missing)), None
     )

@@ -21,6 +21,7 @@ import numpy as np
 
 from trine.analyzers.results import Analysis, Breakdown, RankResult
 from trine.analyzers.steps import sampled_steps
+from trine.analyzers.unrecorded import is_unrecorded
 from trine.record.model import MISSING, PHASES, Array
 
 __all__ = ["MIN_EVENTS", "MIN_STEPS", "MIN_WINDOW_NS", "Facts", "Part", "RankFacts", "gather", "typical"]
@@ -57,10 +58,17 @@ class RankFacts:
         """The global rank."""
         return self.result.rank
 
+    @cached_property
+    def unrecorded(self) -> str | None:
+        """Why the rank's operators do not stand for its device's work, where that is missing."""
+        return is_unrecorded(self.result.summary.quality)
+
     @property
     def breakdown(self) -> Breakdown | None:
-        """The breakdown, when it is long enough to be evidence."""
+        """The breakdown, when it is long enough to be evidence and not of the host in a device's stead."""
         breakdown = self.result.summary.breakdown
+        if self.unrecorded is not None:
+            return None
         if breakdown is None or breakdown.events < MIN_EVENTS or breakdown.window_ns < MIN_WINDOW_NS:
             return None
         return breakdown
@@ -159,6 +167,8 @@ class Facts:
         kind = self.about("device", "type")
         if isinstance(kind, str):
             return kind != "cpu"
+        if any(rank.unrecorded is not None for rank in self.ranks):
+            return True
         bases = {b.basis for r in self.ranks if (b := r.result.summary.breakdown) is not None}
         return None if not bases else "device" in bases
 

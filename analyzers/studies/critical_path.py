@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trine.analyzers._tabular import Tabular
 from trine.analyzers.selection import Selected
+from trine.analyzers.unrecorded import is_unrecorded
 from trine.record.model import MISSING, Rank, Table
 
 from ._path_entries import Entry, Vanished, entries_of, host_bounds
@@ -96,7 +98,7 @@ class PathPart:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPath:
+class RankPath(Tabular):
     """The path of one rank; ``segments_ns`` sum to ``length_ns``. Of the communication in it, ``waiting``
     is what was spent on other ranks, where that is known."""
 
@@ -116,7 +118,7 @@ class RankPath:
 
 
 @dataclass(frozen=True, slots=True)
-class CriticalPath:
+class CriticalPath(Tabular):
     """``ranks`` are those that hold most of the job's path (all where few), in order of that; ``left_out``
     counts the others. ``job`` is None for one rank, or where no collective joins them."""
 
@@ -129,7 +131,10 @@ class CriticalPath:
 
 
 def reduce(scope: Scope) -> tuple[PathPart, ...] | None:
-    """The path of each traced part; None where there is neither device work nor an operator."""
+    """The path of each traced part; None where there is neither device work nor an operator, or where a device's
+    work is missing: operators that only launch are no path."""
+    if is_unrecorded(scope.quality):
+        return None
     parts = [part for rank, selected in scope.traced if (part := _part(rank, selected, scope.collectives))]
     return tuple(parts) or None
 
@@ -211,6 +216,9 @@ def _summed(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 def join(parts: Mapping[int, tuple[PathPart, ...]], whole: Whole) -> CriticalPath | str:
     """The paths of the ranks and of the job."""
     if not parts:
+        reasons = (is_unrecorded(summary.quality) for summary in whole.summaries.values())
+        if (reason := next((one for one in reasons if one), None)) is not None:
+            return reason
         return "no rank holds kernels or operators; profile a few steps with torch.profiler, or record a deep window"
     job = _job(parts, whole)
     share = {} if job is None else {one.rank: one.on_path_ns for one in job.ranks}

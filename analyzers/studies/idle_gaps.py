@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trine.analyzers._tabular import Tabular
 from trine.analyzers.breakdown import device_rows, has_device_work, host_parts, receive_rows
 from trine.analyzers.idle import CAUSES, device_gaps, host_gaps
 from trine.analyzers.intervals import complement, union
 from trine.analyzers.selection import Selected
+from trine.analyzers.unrecorded import is_unrecorded
 from trine.record.model import HOST_KINDS, Rank, Table
 
 from ._path_entries import where_of
@@ -86,7 +88,7 @@ class RankGaps:
 
 
 @dataclass(frozen=True, slots=True)
-class IdleGaps:
+class IdleGaps(Tabular):
     """All ranks together: ``groups`` are summed over them, the longest first; ``shown_ns`` is their part of
     ``idle_ns``, ``window_ns`` the sum of the ranks' windows."""
 
@@ -119,7 +121,9 @@ class _Found:
 
 
 def reduce(scope: Scope) -> GapPart | None:
-    """The gaps of a rank; None where it has no breakdown."""
+    """The gaps of a rank; None where it has no breakdown, or where its device's work is missing."""
+    if is_unrecorded(scope.quality):
+        return None
     found = [one for rank, selected in scope.traced if (one := _gaps(rank, selected)) is not None]
     if not found:
         return None
@@ -315,6 +319,9 @@ def _merged(groups: Sequence[GapGroup]) -> tuple[GapGroup, ...]:
 def join(parts: Mapping[int, GapPart], whole: Whole) -> IdleGaps | str:
     """The groups of all ranks together."""
     if not parts:
+        reasons = (is_unrecorded(summary.quality) for summary in whole.summaries.values())
+        if (reason := next((one for one in reasons if one), None)) is not None:
+            return reason
         return "no rank has a breakdown; profile a few steps with torch.profiler, or record a deep window"
     groups = _merged([group for part in parts.values() for group in part.groups])[:MOST_SHOWN]
     ranks = tuple(
