@@ -26,6 +26,8 @@ KIND: Literal["fault"] = "fault"
 SHARE = 0.08
 #: A call that blocks less than once a step (a checkpoint, a print now and then) is no habit.
 CALLS_A_STEP = 1.0
+#: Share of the stall that idle time during the calls must make for the table of idle time to speak for itself.
+IDLE_WITHIN = 0.5
 #: Calls that are named.
 MOST_NAMED = 3
 
@@ -63,7 +65,7 @@ def find(facts: Facts) -> Finding | None:
         },
         recommendation=Recommendation(
             change={"data.pin_memory": True} if _copies_in(most) else {},
-            why=_why(most),
+            why=" ".join(filter(None, (_why(most), _beside_the_table(facts, replayed.rank, stall_ns)))),
             numerics="unchanged",
             predicted=predict(
                 facts,
@@ -112,6 +114,23 @@ def _why(entry: Entry) -> str:
     return (
         "Take the waiting call out of the step, or do it every few steps: torch.cuda.synchronize(), event.synchronize(), "
         ".item() and .cpu() stop launching until the device has caught up."
+    )
+
+
+def _beside_the_table(facts: Facts, rank: int, stall_ns: int) -> str:
+    """How the replay and the table of idle time agree: the device works while a call waits, and idles after it.
+
+    Empty where the table itself counts most of the stall under blocking calls."""
+    found = next((one for one in facts.ranks if one.rank == rank), None)
+    if found is None or found.breakdown is None:
+        return ""
+    idle, steps = found.breakdown.idle, max(len(found.breakdown.steps), 1)
+    if idle.sync / steps >= IDLE_WITHIN * stall_ns:
+        return ""
+    return (
+        "While a call waits the device still works; it runs dry once the call returns, until the host has launched again. "
+        f"So the table of idle time counts this under the host (rank {rank}: {duration(idle.host)}) and not under blocking "
+        f"calls ({duration(idle.sync)}), which are only what it idles while the host still waits."
     )
 
 

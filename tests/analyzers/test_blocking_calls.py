@@ -9,9 +9,12 @@ from device_simulator import Host, Launch, Step, Sync, simulate
 
 import trine
 from trine.analyzers.analysis import analyze
+from trine.analyzers.findings import gather
+from trine.analyzers.findings.blocking_calls import _beside_the_table
 from trine.analyzers.results import Analysis, Finding
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies.critical_path import CriticalPath
+from trine.analyzers.units import duration
 from trine.record.model import Job, RankSource
 
 LAYER = [Launch(25_000, operator="aten::mm"), Host(4_000, "aten::view")]
@@ -40,6 +43,11 @@ def test_reading_a_value_after_every_layer_is_found_and_its_gain_foretold() -> N
     assert "aten::item (cudaStreamSynchronize)" in finding.title
     assert finding.evidence["calls_per_step"] == pytest.approx(60, abs=1)
     assert "Read values back" in finding.recommendation.why
+    # The table of idle time counts the stall under the host: a reader of both is told why.
+    idle = with_it.ranks[0].summary.breakdown.idle
+    assert idle.sync < 0.5 * finding.evidence["gain_share"] * with_it.ranks[0].summary.breakdown.window_ns
+    assert "counts this under the host (rank 0: " in finding.recommendation.why
+    assert duration(idle.host) in finding.recommendation.why and duration(idle.sync) in finding.recommendation.why
     # The same loop that never waits, its other work unchanged.
     without = analysed(
         LAYER * 40 + (LAYER * 2 + [Host(500, "aten::item"), Host(20_000, "python", "python")]) * 60
@@ -50,6 +58,20 @@ def test_reading_a_value_after_every_layer_is_found_and_its_gain_foretold() -> N
     # What the waits explain is not told again.
     assert "host-bound" not in found(with_it)
     assert not {"blocking-calls", "host-bound"} & set(found(without))
+
+
+def test_where_the_table_of_idle_time_shows_the_stall_itself_nothing_is_added() -> None:
+    ask = [Sync(name="cudaStreamSynchronize", operator="aten::item"), Host(20_000, "python", "python")]
+    analysis = analysed(LAYER * 40 + (LAYER * 2 + ask) * 60)
+    facts = gather(analysis)
+    rank = facts.ranks[0]
+    seen = rank.breakdown
+    assert seen is not None
+    per_step = seen.idle.sync / len(seen.steps)
+    assert per_step > 0, "the control needs idle time under blocking calls"
+    assert _beside_the_table(facts, 0, round(per_step / 0.49)) != ""
+    assert _beside_the_table(facts, 0, round(per_step / 0.51)) == ""
+    assert _beside_the_table(facts, 7, 10**9) == "", "no such rank"
 
 
 def test_one_value_a_step_is_no_fault() -> None:
