@@ -7,7 +7,12 @@ from collections.abc import Iterable, Sequence
 from .studies.desync import Call, Culprit, Desync
 from .units import count, duration, rank_list
 
-__all__ = ["group_words", "healthy_words", "place_of", "statement"]
+__all__ = ["group_words", "healthy_words", "is_hang", "place_of", "statement"]
+
+
+def is_hang(finding_id: str) -> bool:
+    """Whether a finding is of a job that never ends: it has no step to gain a share of."""
+    return finding_id == "desync"
 
 
 def statement(culprit: Culprit) -> str:

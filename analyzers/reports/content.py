@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from trine.analyzers.desync_words import is_hang
+from trine.analyzers.notices import notices
 from trine.analyzers.results import Analysis, Finding, RankResult
 from trine.analyzers.units import count, duration, percent, rank_list, size
 from trine.analyzers.verdict import value_text
@@ -68,6 +70,7 @@ def compose(
         sides=_sides(verdict.triangle, text),
         sections=tuple(section for _, section in placed if section is not None),
         facts=_facts(analysis, text),
+        notices=tuple(clean(notice) for notice in notices(analysis)),
     )
 
 
@@ -112,7 +115,8 @@ def _subtitle(analysis: Analysis, text: Mapping[str, str]) -> str:
 def _facts(analysis: Analysis, text: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     source = analysis.source
     facts = [(text["source"], clean(source.path)), (text["format"], clean(source.format))]
-    facts.append((text["selection"], clean(source.selection)))
+    if analysis.is_timed or source.steps:  # of a dump or a snapshot there are no steps to take
+        facts.append((text["selection"], clean(source.selection)))
     if analysis.hardware.name:
         facts.append((text["device"], clean(analysis.hardware.name)))
     if source.missing_ranks:
@@ -140,7 +144,7 @@ def _card(number: int, finding: Finding, text: Mapping[str, str]) -> FindingCard
         kind=finding.kind,
         kind_words=text[finding.kind],
         id=clean(finding.id),
-        severity=percent(finding.severity),
+        severity=text["stake_of_a_hang"] if is_hang(finding.id) else percent(finding.severity),
         title=clean(finding.title),
         change=tuple((clean(key), clean(value_text(value))) for key, value in change.items()),
         why=clean(recommendation.why) if recommendation is not None else "",
@@ -160,7 +164,7 @@ def _caution(change: Mapping[str, Any], text: Mapping[str, str]) -> str:
 def _gain_words(finding: Finding, text: Mapping[str, str]) -> str:
     predicted = finding.recommendation.predicted if finding.recommendation is not None else None
     if predicted is None:
-        return text["gain_of_a_hang" if finding.id == "desync" else "no_gain"]
+        return text["gain_of_a_hang" if is_hang(finding.id) else "no_gain"]
     said = []
     if predicted.peak_bytes_change:
         said.append(text["frees"].format(bytes=size(-predicted.peak_bytes_change)))

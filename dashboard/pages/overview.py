@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dash import html
 
+from trine.analyzers.notices import notices
 from trine.analyzers.reports.studies import sections
 from trine.dashboard import figures, units
 from trine.dashboard.attributes import aria
@@ -63,6 +64,7 @@ def _verdict(view: View) -> Any:
             html.Div(
                 [
                     html.P(verdict.sentence, className="verdict-sentence", id="verdict"),
+                    *(html.P(words_of_it, className="verdict-notice") for words_of_it in notices(analysis)),
                     html.Div(
                         [pill(_CONFIDENCE[verdict.confidence], verdict.confidence), *_triangle_key(analysis)],
                         className="verdict-line",
@@ -124,9 +126,10 @@ def _facts(analysis: Analysis, before: Analysis | None) -> Any:
     missing = f"{len(source.missing_ranks)} missing" if source.missing_ranks else "all present"
     world = f"of {source.world_size}, {missing}" if source.world_size else "world size unknown"
     rows.append(("Ranks", str(len(source.ranks)), world))
-    rows.append(
-        ("Steps", str(source.steps) if source.steps else "none marked", f"selection: {source.selection}")
-    )
+    if source.steps:
+        rows.append(("Steps", str(source.steps), f"selection: {source.selection}"))
+    elif analysis.is_timed:
+        rows.append(("Steps", "none marked", None))
     if analysis.hardware.name:
         rows.append(("Device", analysis.hardware.name, f"{analysis.hardware.count or '?'} in the run"))
     return facts(rows)

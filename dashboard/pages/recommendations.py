@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dash import dcc, html
 
+from trine.analyzers.desync_words import is_hang
+from trine.analyzers.reports.wording import words
 from trine.dashboard import units
 from trine.dashboard.attributes import aria
 from trine.dashboard.components import copy_button
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from trine.analyzers.results import Analysis, Finding, Gain, Recommendation
 
 __all__ = ["body", "finding_line", "toml_of"]
+
+#: Of items with many facts, how many stand beside each other, and how many facts fit beside each other instead.
+_MOST_BESIDE = 4
+_MOST_COLUMNS = 4
 
 
 def body(view: View) -> list[Any]:
@@ -43,17 +49,37 @@ def body(view: View) -> list[Any]:
 def finding_line(finding: Finding, analysis: Analysis, link: State) -> Any:
     """One line on the overview: kind, title, gain."""
     gain = _gain(finding)
-    words = f"would gain {units.duration(gain.mid)} a step" if gain is not None else "no predicted gain"
+    said, look = _briefly(finding, gain)
     return dcc.Link(
         [
             pill(finding.kind, finding.kind),
             html.Span(finding.title, className="finding-title"),
-            _gain_bar(gain, _step_ns(finding, analysis)) if gain is not None else None,
-            html.Span(words, className="finding-gain"),
+            _gain_bar(gain, _step_ns(finding, analysis)) if gain is not None else html.Span(),
+            html.Span(said, className=look),
         ],
         href=link.address,
         className="finding-line",
     )
+
+
+def _briefly(finding: Finding, gain: Gain | None) -> tuple[str, str]:
+    """What mending it gains, in few words, and their class: only a gain has the colour of one."""
+    if is_hang(finding.id):
+        return words("en")["gain_of_a_hang"], "finding-gain stops"
+    if gain is None:
+        return "gain not predicted", "finding-gain unknown"
+    return f"would gain {units.duration(gain.mid)} a step", "finding-gain"
+
+
+def _stake(finding: Finding, analysis: Analysis) -> Any:
+    """What it costs as it stands: a share of the step where there are steps, of the job where it never ends."""
+    if is_hang(finding.id):
+        said = words("en")["stake_of_a_hang"]
+    elif finding.severity and analysis.is_timed:
+        said = f"{units.percent(finding.severity)} of the step at stake"
+    else:
+        return None
+    return html.Span(said, className="stake quiet")
 
 
 def toml_of(change: Mapping[str, Any]) -> str:
@@ -87,22 +113,20 @@ def _toml_value(value: Any) -> str:
 
 
 def _card(finding: Finding, analysis: Analysis) -> Any:
-    advice = finding.recommendation
     gain = _gain(finding)
     parts: list[Any] = [
         html.Div(
             [
                 pill(finding.kind, finding.kind),
                 html.Code(finding.id, className="finding-id"),
-                html.Span(f"{units.percent(finding.severity)} of the step at stake", className="stake quiet")
-                if finding.severity
-                else None,
+                _stake(finding, analysis),
             ],
             className="card-head",
         ),
         html.H2(finding.title),
         html.Div(
-            [_evidence(finding), _advice(advice, gain, _step_ns(finding, analysis))], className="card-columns"
+            [_evidence(finding), _advice(finding, gain, _step_ns(finding, analysis))],
+            className="card-columns",
         ),
     ]
     return html.Article(parts, className=f"card {finding.kind}", id=f"finding-{finding.id}")
@@ -122,16 +146,22 @@ def _evidence(finding: Finding) -> Any:
 
 
 def _rows_of(items: Sequence[Mapping[str, Any]]) -> Any:
-    """One item: a line a key. Several: a line an item, a column a key that any of them fills."""
+    """One item: a line a key. Few items of many keys: the same with a column an item. Else a line an item, a
+    column a key that any of them fills."""
     keys = [key for key in items[0] if any(item.get(key) not in (None, "") for item in items)]
     if len(items) == 1:
         return pairs((_words(key), _evidence_value(key, items[0][key])) for key in keys)
-    numbers = [i for i, key in enumerate(keys) if not any(isinstance(item.get(key), str) for item in items)]
     rows = [[_evidence_value(key, item.get(key)) for key in keys] for item in items]
-    return table([_words(key).capitalize() for key in keys], rows, numbers)
+    if len(items) <= _MOST_BESIDE and len(keys) > _MOST_COLUMNS:
+        beside = [[_words(key), *(row[at] for row in rows)] for at, key in enumerate(keys)]
+        return html.Div(table(beside[0], beside[1:], range(1, 1 + len(items))), className="evidence")
+    numbers = [i for i, key in enumerate(keys) if not any(isinstance(item.get(key), str) for item in items)]
+    shown = table([_words(key).capitalize() for key in keys], rows, numbers)
+    return html.Div(shown, className="evidence")
 
 
-def _advice(advice: Recommendation | None, gain: Gain | None, step_ns: int | None) -> Any:
+def _advice(finding: Finding, gain: Gain | None, step_ns: int | None) -> Any:
+    advice = finding.recommendation
     if advice is None:
         return html.Div([html.H3("Change"), html.P("There is no recommendation for this.")])
     parts: list[Any] = [html.H3("Change")]
@@ -144,7 +174,9 @@ def _advice(advice: Recommendation | None, gain: Gain | None, step_ns: int | Non
             parts.append(html.P(words_of_it, className="quiet"))
     parts.append(html.P(advice.why))
     parts.append(html.H3("Predicted gain"))
-    if gain is None:
+    if is_hang(finding.id):
+        parts.append(html.P(words("en")["gain_of_a_hang"].capitalize() + "."))
+    elif gain is None:
         parts.append(html.P("It cannot be predicted from what was recorded.", className="quiet"))
     else:
         parts += [_gain_bar(gain, step_ns), _gain_words(gain, advice, step_ns)]
