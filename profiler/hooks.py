@@ -29,7 +29,7 @@ from .after_import import call_after_import
 from .guard import Guard
 from .marks import Marker
 from .phases import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
-from .regions import Regions, saving, switching
+from .regions import Regions, saving, turning
 
 __all__ = ["Hooks", "Watcher"]
 
@@ -82,7 +82,7 @@ def _regions_here() -> Regions | None:
 
 
 def _nothing() -> None:
-    """What there is to forget before anything was installed."""
+    """What there is to do where there is nothing to do."""
 
 
 class _ModuleHook:
@@ -244,12 +244,23 @@ class Hooks:
         self._patch(_BaseDataLoaderIter, "__next__", _wrap_loader_next(_BaseDataLoaderIter.__next__))
         guard = self._watcher.guard
         module = torch.nn.Module
-        self._patch(module, "train", switching(module.train, _regions_here))
+        self._patch(module, "eval", turning(module.eval, _regions_here, _nothing, self._await_training))
         guard.run("checkpoints", self._time_saving, "torch", ("save",))
         self._forget_import = call_after_import(
             _CHECKPOINT, functools.partial(guard.run, "checkpoints", self._time_checkpoints)
         )
         _watcher = self._watcher
+
+    def _await_training(self) -> None:
+        """``Module.train`` is watched from ``eval()`` to its next call alone: it calls itself for each module inside, and
+        many loops call it in every step."""
+        module = torch.nn.Module
+        if not any(name == "train" for _, name, _, _ in self._patches):
+            self._patch(module, "train", turning(module.train, _regions_here, self._await_no_more, _nothing))
+
+    def _await_no_more(self) -> None:
+        self._take_back([patch for patch in self._patches if patch[1] == "train"])
+        self._patches = [patch for patch in self._patches if patch[1] != "train"]
 
     def _time_checkpoints(self) -> None:
         """``torch.distributed.checkpoint`` has been imported, which a script may do only when it saves."""
@@ -277,8 +288,11 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        while self._patches:
-            owner, name, original, ours = self._patches.pop()
+        self._take_back(self._patches)
+        self._patches = []
+
+    def _take_back(self, patches: Sequence[tuple[Any, str, Any, Any]]) -> None:
+        for owner, name, original, ours in reversed(patches):
             if getattr(owner, name) is ours:
                 setattr(owner, name, original)
 

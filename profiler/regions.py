@@ -25,7 +25,7 @@ import torch
 
 from trine.record.errors import UsageError
 
-__all__ = ["KINDS", "Kind", "Region", "Regions", "check_kind", "saving", "switching"]
+__all__ = ["KINDS", "Kind", "Region", "Regions", "check_kind", "saving", "turning"]
 
 Kind = Literal["evaluation", "checkpoint", "setup", "other", "work"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -148,23 +148,27 @@ def saving(
     return save
 
 
-def switching(original: Callable[..., Any], here: Callable[[], Regions | None]) -> Callable[..., Any]:
-    """``Module.train``, which ``Module.eval`` calls too, noted for models that were trained.
-
-    It is called once for each module inside, so it asks little of all others.
-    """
+def turning(
+    original: Callable[..., Any],
+    here: Callable[[], Regions | None],
+    before: Callable[[], None],
+    after: Callable[[], None],
+) -> Callable[..., Any]:
+    """``Module.eval`` or ``Module.train``, noted for models that were trained; ``before`` and ``after`` are called then."""
 
     @functools.wraps(original)
-    def train(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def turn(self: Any, *arguments: Any, **keywords: Any) -> Any:
         regions = None if torch.compiler.is_compiling() else here()
         if regions is None or not regions.knows(self):
             return original(self, *arguments, **keywords)
+        before()
         began = time.perf_counter_ns()
         result = original(self, *arguments, **keywords)
         regions.turned(self, began)
+        after()
         return result
 
-    return train
+    return turn
 
 
 def check_kind(kind: str) -> None:

@@ -74,6 +74,7 @@ def test_an_evaluation_lasts_from_eval_to_train(tmp_path: Path) -> None:
             training.step(ids)
             time.sleep(0.03)
             if number == 1:
+                began = time.perf_counter()
                 training.model.eval()
                 with torch.no_grad():
                     for _ in range(3):
@@ -81,9 +82,10 @@ def test_an_evaluation_lasts_from_eval_to_train(tmp_path: Path) -> None:
                         training.model(ids)
                         time.sleep(0.02)
                 training.model.train()
+                took = 1e3 * (time.perf_counter() - began)
             training.model.train()  # as some loops do in every step
     (length,) = lengths_ms(tmp_path / "run")
-    assert 120 <= length < 150
+    assert 120 <= length <= took
 
 
 def test_evaluation_mode_alone_is_none_and_training_in_it_ends_it(tmp_path: Path) -> None:
@@ -99,10 +101,12 @@ def test_evaluation_mode_alone_is_none_and_training_in_it_ends_it(tmp_path: Path
         training.model.eval()
         with prof.region("work"):
             time.sleep(0.05)
+        began = time.perf_counter()
         with torch.no_grad():
             training.model(ids)
+    took = 1e3 * (time.perf_counter() - began)
     (length,) = lengths_ms(tmp_path / "run")
-    assert length < 40, "what the user named counts as that, and not as evaluation too"
+    assert length <= took, "what the user named counts as that, and not as evaluation too"
 
 
 def test_modes_are_switched_as_before(tmp_path: Path) -> None:
@@ -111,14 +115,20 @@ def test_modes_are_switched_as_before(tmp_path: Path) -> None:
     with training.profile(tmp_path / "run") as prof:
         for ids in prof.steps(training.loader):
             training.step(ids)
+            assert torch.nn.Module.train is before, (
+                "it calls itself for each module: in a step that trains it is free"
+            )
+            assert training.model.eval() is training.model
             assert torch.nn.Module.train is not before
             assert inspect.signature(torch.nn.Module.train) == inspect.signature(before)
-            assert training.model.eval() is training.model
             assert not any(module.training for module in training.model.modules())
             assert training.model.train(mode=True) is training.model
             with pytest.raises(ValueError, match="boolean"):
                 training.model.train("yes")  # type: ignore[arg-type]
-            assert "train" not in vars(training.model)
+            assert torch.nn.Module.train is before
+            assert not {"train", "eval"} & vars(training.model).keys()
+            training.model.eval()
+            training.model.eval().train()
     assert torch.nn.Module.train is before
 
 
