@@ -70,6 +70,6 @@ def facts_of(count: int, keys: int) -> str:
 
 
 def test_few_items_of_many_facts_stand_beside_each_other() -> None:
-    assert "rank 0 1 part0 0 ns 1.00 ms part1 1.00 ms 2.00 ms" in facts_of(2, 6)
-    assert "Rank Part0 Part1 0 0 ns 1.00 ms" in facts_of(2, 2), "few facts: a line an item"
+    assert "rank 0 1 part0 0 1.00 ms part1 1.00 ms 2.00 ms" in facts_of(2, 6)
+    assert "Rank Part0 Part1 0 0 1.00 ms" in facts_of(2, 2), "few facts: a line an item"
     assert "Rank Part0 Part1" in facts_of(9, 6), "many items: a line an item"
