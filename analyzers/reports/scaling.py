@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from trine.analyzers.reports.document import (
     Bars,
     Block,
@@ -35,6 +37,8 @@ _GOOD = 0.9
 _SHOWN = 0.001
 #: Parts below this share of the loss are not put into words.
 _TOLD = 0.05
+#: A curve nearer than this to every count passes through them.
+_EXACT = 0.001
 
 _NAMES = {
     "exposed_communication": "exposed communication",
@@ -74,11 +78,11 @@ def headline(result: ScalingResult) -> str:
 
 
 def loss_words(first: ScalingPoint, point: ScalingPoint) -> str:
-    """``From 1 to 8 devices a step takes 12.0 ms longer than it should (…): 10.0 ms of it exposed communication``."""
+    """``From 1 to 8 devices a step takes 12.0 ms longer than it should (mean …): 10.0 ms of it exposed communication``."""
     if point.loss_ns is None or point.mean_ns is None or point.ideal_ns is None:
         return ""
     between = f"From {first.devices} to {point.devices} devices a step takes"
-    times = f"({duration(point.mean_ns)} against {duration(point.ideal_ns)})"
+    times = f"(mean {duration(point.mean_ns)} against {duration(point.ideal_ns)})"
     if abs(point.loss_ns) < 0.005 * point.ideal_ns:
         return f"{between} as long as it should {times}."
     longer = point.loss_ns > 0
@@ -146,7 +150,7 @@ def _throughput(result: ScalingResult) -> Iterator[Block]:
     first = result.points[0]
     unit = _unit(result)
     known = result.work_unit != "steps"
-    columns = [Column("devices", "right"), Column("runs", "right"), Column("a step takes", "right")]
+    columns = [Column("devices", "right"), Column("runs", "right"), Column("a step, median", "right")]
     columns += [Column("interval", "right"), Column(unit, "right")]
     columns += [Column(f"{result.work_unit} a device", "right")] if known else []
     columns += [Column("efficiency", "right"), Column("interval", "right")]
@@ -163,19 +167,17 @@ def _throughput(result: ScalingResult) -> Iterator[Block]:
         row += [percent(point.efficiency)]
         row += ["" if point is first else _range(point.efficiency_low, point.efficiency_high, percent)]
         rows.append(tuple(row))
+    places = _places(result)
+    counts = [float(point.devices) for point in result.points]
+    measured = np.interp(places, counts, [point.throughput for point in result.points])
     yield Series(
-        title=f"Throughput ({unit})",
+        title=f"Throughput over {counts[0]:.0f} to {counts[-1]:.0f} devices ({unit}, one scale)",
         side="computation",
         unit="count",
         axis="devices",
         lines=(
-            ("measured", tuple((float(p.devices), p.throughput) for p in result.points)),
-            (
-                "ideal",
-                tuple(
-                    (float(p.devices), first.throughput * p.devices / first.devices) for p in result.points
-                ),
-            ),
+            ("measured", tuple(zip(places, measured.tolist(), strict=True))),
+            ("ideal", tuple((place, first.throughput * place / first.devices) for place in places)),
             *_fitted(result),
         ),
         table=Table(tuple(columns), tuple(rows)),
@@ -185,9 +187,15 @@ def _throughput(result: ScalingResult) -> Iterator[Block]:
 def _fitted(result: ScalingResult) -> Iterator[tuple[str, tuple[tuple[float, float], ...]]]:
     if result.fit is None:
         return
-    first, last = result.points[0], result.points[-1]
-    places = [first.devices + (last.devices - first.devices) * step / 40 for step in range(41)]
-    yield "law", tuple((place, first.throughput * result.fit.capacity(place)) for place in places)
+    first = result.points[0].throughput
+    yield "law", tuple((place, first * result.fit.capacity(place)) for place in _places(result))
+
+
+def _places(result: ScalingResult) -> list[float]:
+    """Where the lines are drawn: evenly, so that one column of a terminal is one place on all, and at each count."""
+    first, last = result.points[0].devices, result.points[-1].devices
+    even = {first + (last - first) * step / 40 for step in range(41)}
+    return sorted(even | {float(point.devices) for point in result.points})
 
 
 def _range(low: float, high: float, words: Callable[[float], str]) -> str:
@@ -252,15 +260,22 @@ def _share(value: float | None) -> str:
 
 
 def fit_words(fit: Fit, result: ScalingResult) -> str:
-    """The universal scalability law in words, with how well it fits."""
+    """The universal scalability law in words, with how well it fits; where it does not, that alone."""
+    if not fit.describes:
+        return (
+            f"The universal scalability law does not describe these runs: with a contention of at most 100 % its nearest curve is"
+            f" off by {percent(fit.largest_error)} of the throughput on one of the counts. Throughput falls in a way that neither"
+            " waiting for what is shared nor talking in pairs makes; see what grows, and whether all runs are of one setup."
+        )
     words = (
         f"The universal scalability law with contention {percent(fit.contention)} (what cannot be shared out; Amdahl's"
         f" serial fraction) and coherence {fit.coherence:.2g} (what grows with every pair of devices)"
     )
-    if fit.freedom <= 0:
+    if fit.freedom <= 0 and fit.largest_error < _EXACT:
         words += " passes through these few counts and is not tested by them: a description, no forecast."
     else:
-        words += f" lies within {percent(fit.largest_error)} of every count."
+        words += f" lies within {percent(fit.largest_error)} of every count"
+        words += "." if fit.freedom > 0 else ", which are few: a description, no forecast."
     most = result.points[-1].devices
     if fit.peak_devices is not None and fit.peak_devices <= most:
         words += (
@@ -316,6 +331,7 @@ def render_json(result: ScalingResult) -> str:
             "largest_error": fit.largest_error,
             "freedom": fit.freedom,
             "peak_devices": fit.peak_devices,
+            "describes": fit.describes,
         },
         "notes": list(result.notes),
     }

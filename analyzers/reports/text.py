@@ -216,11 +216,13 @@ class _Writer:
         self.line((series.title, "underline"))
         word = printer(series.unit)
         lead = _lead(label for label, _ in series.lines[:8])
-        for label, points in series.lines[:8]:
-            values = _sampled([y for _, y in points], self.width - 30 - lead)
-            low, high = min(values), max(values)
-            spark = "".join(_LEVELS[_level(value, low, high)] for value in values)
-            ends = f"  {word(low)} – {word(high)}"
+        shown = [(label, _sampled([y for _, y in points], self.width - 30 - lead)) for label, points in series.lines[:8]]
+        # One scale for all lines: what looks higher is more.
+        least = min((min(values) for _, values in shown), default=0.0)
+        most = max((max(values) for _, values in shown), default=0.0)
+        for label, values in shown:
+            spark = "".join(_LEVELS[_level(value, least, most)] for value in values)
+            ends = f"  {word(min(values))} – {word(max(values))}"
             self.line(shorten(label, lead - 1).ljust(lead), (spark, COLOURS[series.side]), (ends, "dim"))
 
     def lanes(self, lanes: Lanes) -> None:

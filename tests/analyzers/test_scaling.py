@@ -12,6 +12,7 @@ from gate_runs import run_facts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trine.analyzers._scalability_law import fit_law
 from trine.analyzers.reports.scaling import (
     loss_words,
     render_html,
@@ -64,7 +65,7 @@ def test_weak_scaling_with_communication_that_grows() -> None:
     )
     words = loss_words(result.points[0], last)
     assert words.startswith(
-        "From 1 to 8 devices a step takes 24.9 ms longer than it should (125 ms against 99.9 ms): "
+        "From 1 to 8 devices a step takes 24.9 ms longer than it should (mean 125 ms against 99.9 ms): "
     )
     assert words.endswith(
         "+25.0 ms exposed communication."
@@ -180,6 +181,55 @@ def test_a_law_through_three_counts_is_no_forecast() -> None:
     text = render_text(scale([on(1, 100, 10), on(2, 110, 10), on(4, 140, 10)]))
     assert "no forecast" in text
     assert "no forecast" not in render_text(scale([on(n, 100 + 5 * n, 10) for n in (1, 2, 4, 8, 16)]))
+
+
+def test_contention_is_a_share_whatever_the_runs_do() -> None:
+    """Throughput that falls from the second device on is no share of anything: the law is bounded, and said not to fit."""
+    result = scale([on(1, 5, 10), on(2, 16, 10), on(4, 40, 10)])
+    fit = result.fit
+    assert fit is not None and 0 <= fit.contention <= 1 and fit.coherence >= 0
+    text = " ".join(render_text(result).split())
+    if fit.describes:
+        assert "make it slower" in text
+    steep = fit_law([1, 2, 4], [1.0, 0.2, 0.19])
+    assert steep is not None and steep.contention == 1.0 and not steep.describes
+    worst = scale([on(1, 5, 10), on(2, 25, 10), on(4, 26, 10)])
+    assert "does not describe these runs" in render_text(worst)
+    assert json.loads(render_json(worst))["fit"]["describes"] is False
+
+
+@given(st.lists(st.floats(0.01, 2.0), min_size=2, max_size=6))
+def test_the_bounded_fit_is_the_best_within_its_bounds(efficiencies: list[float]) -> None:
+    """Against a slow reference: no point of a fine grid of σ and κ lies closer, by the error that the fit minimises."""
+    devices = [2**n for n in range(len(efficiencies) + 1)]
+    fit = fit_law(devices, [1.0, *efficiencies])
+    assert fit is not None and 0 <= fit.contention <= 1 and fit.coherence >= 0
+    x = np.array(devices, dtype=float)
+    capacity = np.array([1.0, *efficiencies]) * x
+
+    def error(sigma: float, kappa: float) -> float:
+        return float((((1 + sigma * (x - 1) + kappa * x * (x - 1)) * capacity / x - 1) ** 2).sum())
+
+    best = min(
+        error(sigma, kappa)
+        for sigma in np.linspace(0, 1, 21)
+        for kappa in (0.0, *np.geomspace(1e-4, 100, 30))
+    )
+    assert error(fit.contention, fit.coherence) <= best + 1e-9
+
+
+def test_the_lines_share_one_scale_and_one_axis() -> None:
+    """Half the ideal throughput is drawn at half the height, at the same place."""
+    text = render_text(scale([on(1, 100, 4096), on(2, 140, 4096), on(8, 190, 4096)]))
+    lines = [line.split() for line in text.splitlines() if line.startswith(("measured", "ideal", "law"))]
+    sparks = {line[0]: line[1] for line in lines}
+    assert len({len(spark) for spark in sparks.values()}) == 1
+    assert (
+        sparks["ideal"][-1] == "█"
+        and sparks["measured"][-1] in "▄▅"
+        and sparks["measured"][0] == sparks["ideal"][0]
+    )
+    assert "one scale" in text and "a step, median" in text
 
 
 # --- what is refused -----------------------------------------------------------------------------
