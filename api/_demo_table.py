@@ -26,6 +26,7 @@ def render(result: DemoResult) -> str:
         *_skipped(result),
         "",
         *_sides(result),
+        *_two_ratios(result),
         "",
         *_parity(result),
         "",
@@ -92,10 +93,10 @@ def _span(low: float, high: float) -> str:
 
 
 def _verdict(outcome: Outcome) -> str:
-    """What it did on top of the others; unclear where the interval does not tell it from none."""
+    """What it did on top of the others, and why it stays or goes where the interval does not tell it from nothing."""
     middle, low, high = outcome.on_top
     if low <= 1 <= high:
-        words = "unclear"  # short, so that the table fits
+        words = "not slower" if outcome.kept else "no clear gain"  # short, so that the table fits
     else:
         words = f"{percent(abs(middle - 1))} {'slower' if middle > 1 else 'faster'}"
     return f"{'kept' if outcome.kept else 'left out'}: {words}"
@@ -112,6 +113,7 @@ def _sides(result: DemoResult) -> list[str]:
     plain, tuned = result.plain, result.tuned
     rows = [("", "plain", "tuned")]
     rows.append(("step time, median", _step(plain.analysis), _step(tuned.analysis)))
+    rows.append(("left out as warm-up", _warm_up(plain.analysis), _warm_up(tuned.analysis)))
     rows.append(("tokens a second", _tokens(plain.analysis), _tokens(tuned.analysis)))
     rows.append(("MFU (counted FLOPs)", _mfu(plain.analysis), _mfu(tuned.analysis)))
     rows.append(("peak memory, largest rank", _memory(plain.analysis), _memory(tuned.analysis)))
@@ -125,6 +127,38 @@ def _step(analysis: Analysis) -> str:
     if statistics is None:
         return "-"
     return f"{duration(statistics.median_ns)} ({_span(statistics.low_ns, statistics.high_ns)})"
+
+
+def _warm_up(analysis: Analysis) -> str:
+    statistics = analysis.step_statistics
+    if statistics is None:
+        return "-"
+    steps = max(
+        (len(rank.summary.steps) for rank in analysis.ranks if rank.summary.steps is not None), default=0
+    )
+    return f"{len(statistics.warm_up)} of {max(steps, len(statistics.warm_up))} steps"
+
+
+def _two_ratios(result: DemoResult) -> list[str]:
+    """Both speed-ups where their intervals lie apart: one was alternated, the other compares two runs in turn."""
+    before, after = result.plain.analysis.step_statistics, result.tuned.analysis.step_statistics
+    if before is None or after is None or not after.low_ns:
+        return []
+    apart = before.low_ns / after.high_ns, before.high_ns / after.low_ns
+    alternated = 1 / result.together_range[1], 1 / result.together_range[0]
+    if apart[0] <= alternated[1] and alternated[0] <= apart[1]:
+        return []
+    return [
+        "",
+        *_wrapped(
+            f"By these two records it is {before.median_ns / after.median_ns:.2f} × as fast ({apart[0]:.2f} to "
+            f"{apart[1]:.2f}), alternated {1 / result.together_ratio:.2f} × ({alternated[0]:.2f} to {alternated[1]:.2f}). "
+            f"The records were made one after the other, each with its own warm-up ({_warm_up(result.plain.analysis)} and "
+            f"{_warm_up(result.tuned.analysis)} left out), on a machine whose speed may have changed: the alternated figure "
+            "is the fair one.",
+            "",
+        ),
+    ]
 
 
 def _tokens(analysis: Analysis) -> str:

@@ -88,7 +88,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Everything the table shows. ``together`` is alternated with the plain loop; sides are separate runs."""
+    """Everything the table shows. ``together`` is alternated with the plain loop, ``together_ratio`` its steps over the
+    plain ones with their interval in ``together_range``; sides are separate runs."""
 
     ranks: int
     config: Config
@@ -98,6 +99,7 @@ class DemoResult:
     predicted_together_s: float | None
     together: Measured
     together_ratio: float
+    together_range: tuple[float, float]
     plain: Side
     tuned: Side
     loss_difference: float
@@ -341,6 +343,7 @@ def _conclude(
         predicted_together_s=_predicted_together(outcomes, before.analysis),
         together=_measured(final["plain"], final["together"]),
         together_ratio=ratio.ratio,
+        together_range=(ratio.low, ratio.high),
         plain=before,
         tuned=after,
         loss_difference=difference,
@@ -386,6 +389,8 @@ def _ledger(result: DemoResult) -> dict[str, Any]:
             "predicted_gain_s": result.predicted_together_s,
             "measured_gain_s": asdict(result.together),
             "ratio": result.together_ratio,
+            "ratio_low": result.together_range[0],
+            "ratio_high": result.together_range[1],
         },
         "loss": {"largest_relative_difference": result.loss_difference, "tolerance": result.tolerance},
         "seconds": dict(result.seconds),

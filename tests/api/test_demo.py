@@ -97,7 +97,7 @@ class TestDemo:
         text = render(replace(result, outcomes=(outcome, *result.outcomes), together=slow))
         folder = str(result.config_path.parent)
         assert all(len(line) <= 100 for line in text.splitlines() if folder not in line)
-        assert "12346 (-11111 to 13333)" in text and "left out: unclear" in text
+        assert "12346 (-11111 to 13333)" in text and "left out: no clear gain" in text
         assert "communication.gradient_as_view = true" in text
 
     def test_a_full_folder_is_refused(self, demo: tuple[DemoResult, list[str]]) -> None:
