@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trine.record.errors import TrineError, UnreadableInput, UsageError
-from trine.record.model import Job, Quality, RankSource
+from trine.record.loading import load
+from trine.record.model import Job, Quality, Rank, RankSource
 
 from .conclusion import conclude
 from .diagnose import diagnose
@@ -27,7 +29,7 @@ _COMPRESSION = 15
 
 
 def analyze(
-    job: Job,
+    job: Job | str | Path | Sequence[str | Path],
     steps: str = "complete",
     workers: int | None = None,
     progress: bool = False,
@@ -37,7 +39,7 @@ def analyze(
     """Analyse a job: every rank by itself, then all together, then what to do about it.
 
     Args:
-        job: what :func:`trine.load` returned.
+        job: what :func:`trine.load` returned, or what it takes: a path, a URL, a list of them.
         steps: ``complete``, ``all``, or step numbers as ``3:8`` (the end excluded).
         workers: processes that read ranks; by default as many as pay, at most one a processor.
         progress: a bar on standard error while ranks are read, when that is a terminal.
@@ -46,11 +48,12 @@ def analyze(
         scheduler: the address of a Dask scheduler whose workers read the ranks instead of processes here
             (``tcp://host:8786``); needs the extra ``dask``.
 
-    Raises ``UsageError`` when ``steps`` cannot be parsed or names no step of any rank, and
+    Raises ``UsageError`` when ``job`` is nothing of the kind, when ``steps`` cannot be parsed or names no step of any rank, and
     ``UnreadableInput`` when no rank can be read. A rank that cannot be read is named under
     ``data_quality`` and counts as missing.
     """
     selection = parse_selection(steps)
+    job = _loaded(job)
     if not job.sources:
         raise UnreadableInput(
             f"{job.path} holds no rank to analyse; give a trace, a folder of traces or a record"
@@ -67,6 +70,22 @@ def analyze(
     return diagnose(
         conclude(replace(job, quality=[*job.quality, *notes]), summaries, selection, convention=convention)
     )
+
+
+def _loaded(job: Any) -> Job:
+    """The job itself, or the one at these paths."""
+    if isinstance(job, Job):
+        return job
+    several = isinstance(job, list | tuple)
+    paths = [Path(each) if isinstance(each, os.PathLike) else each for each in (job if several else [job])]
+    for each in paths:
+        if not isinstance(each, str | Path):
+            hint = "; of a rank, give its job: job.only((0,))" if isinstance(each, Rank) else ""
+            raise UsageError(
+                "trine.analyze takes what trine.load returned, a path or a list of paths, "
+                f"not {type(each).__name__}{hint}"
+            )
+    return load(paths)
 
 
 def _outcomes(job: Job, selection: Selection, workers: int) -> Iterator[tuple[RankSource, Outcome]]:

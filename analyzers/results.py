@@ -14,10 +14,13 @@ result. Times are integer nanoseconds, sizes bytes, rates per second, unless a n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trine.record.model import DeviceInfo, Group, Quality, Table
+
+from ._study_access import known_key, reason_of, study_attribute, study_keys
+from ._tabular import Columns, Frames, Tabular, frame_of
 
 if TYPE_CHECKING:
     import pandas
@@ -51,18 +54,18 @@ __all__ = [
 
 
 def to_pandas(rows: tuple[Any, ...]) -> pandas.DataFrame:
-    """A data frame with a row per dataclass of ``rows``; nested results stay objects."""
-    import pandas
-
-    return pandas.DataFrame([{f.name: getattr(row, f.name) for f in fields(row)} for row in rows])
+    """A data frame with a row per dataclass of ``rows``, such as ``analysis.collectives``; units end the columns' names."""
+    return frame_of(rows)
 
 
 # --- one rank ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class BusyTime:
+class BusyTime(Tabular):
     """Unions over all streams, in ns."""
+
+    UNIT = "ns"
 
     any: int
     compute: int
@@ -71,8 +74,10 @@ class BusyTime:
 
 
 @dataclass(frozen=True, slots=True)
-class IdleCauses:
+class IdleCauses(Tabular):
     """Idle time by cause, in ns; sums to the breakdown's idle exactly."""
+
+    UNIT = "ns"
 
     data: int = 0
     host: int = 0
@@ -83,7 +88,7 @@ class IdleCauses:
 
 
 @dataclass(frozen=True, slots=True)
-class Breakdown:
+class Breakdown(Tabular):
     """Partition of the window: compute + exposed_communication + exposed_copy + idle == window.
 
     ``basis`` is ``device``, or ``host`` where the source has no device work (operators instead).
@@ -105,7 +110,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True, slots=True)
-class StepStatistics:
+class StepStatistics(Tabular):
     """Step time: median with a bootstrap interval. Warm-up and outliers are named, not dropped silently:
     the median is over the steady steps (all but ``warm_up``)."""
 
@@ -119,9 +124,14 @@ class StepStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class MemorySummary:
+class MemorySummary(Tabular):
     """Memory of a rank. ``series`` is (time_ns, allocated_bytes, reserved_bytes or None), thinned to
     at most 2,000 points; ``lower_bound`` where history was lost; ``at_peak`` is category → bytes."""
+
+    COLUMNS: ClassVar[Columns] = {
+        "at_peak": "at_peak_bytes",
+        "series": ("time_ns", "allocated_bytes", "reserved_bytes"),
+    }
 
     peak_bytes: int | None
     reserved_peak_bytes: int | None
@@ -134,7 +144,7 @@ class MemorySummary:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedTime:
+class NamedTime(Tabular):
     """A kernel or operator by name. ``total_ns`` sums durations (operators: self time)."""
 
     name: str
@@ -144,7 +154,7 @@ class NamedTime:
 
 
 @dataclass(frozen=True, slots=True)
-class LateActivity:
+class LateActivity(Tabular):
     """What a rank did before it entered collectives last, by activity (``compute``, ``loader``,
     ``python``, ``garbage_collection``, ``copy``, ``launching``, ``unknown``): ns, with an example name."""
 
@@ -153,12 +163,14 @@ class LateActivity:
     example: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RankSummary:
+@dataclass(frozen=True, slots=True, repr=False)
+class RankSummary(Tabular):
     """One rank, reduced. ``collectives`` has the model's columns, its own compact strings, and only
     rows of the selected window; ``activity`` (same length, text) says what the rank was doing in the
     gap before each of its collectives, ``activity_example`` names it; ``activity_ns`` divides that gap
     (activity → ns) and ``activity_spans`` names spans (activity → row → name)."""
+
+    COLUMNS: ClassVar[Columns] = {"dtypes": "products_ns", "parts": None, "activity_spans": None}
 
     rank: int
     source: str
@@ -185,12 +197,17 @@ class RankSummary:
     quality: tuple[Quality, ...] = ()
     parts: Mapping[str, Any] = field(default_factory=dict)  # study key → this rank's part
 
+    def __repr__(self) -> str:
+        from ._in_short import summary_in_short
+
+        return summary_in_short(self)
+
 
 # --- all ranks ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Communication:
+class Communication(Tabular):
     """A rank's part in the matched collectives (sums over the window, ns).
 
     ``last_in`` counts the collectives it entered last; ``late_doing`` what it did meanwhile. The
@@ -209,7 +226,7 @@ class Communication:
 
 
 @dataclass(frozen=True, slots=True)
-class RankResult:
+class RankResult(Tabular):
     """A rank's summary joined with what only all ranks together can say."""
 
     summary: RankSummary
@@ -223,9 +240,12 @@ class RankResult:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveResult:
+class CollectiveResult(Tabular):
     """Calls of one operation in one group. ``transfer_ns`` sums over calls; ``wait_ns`` over calls
-    and ranks. Bandwidths are None where bytes are unknown. ``caused_by`` is rank → wait caused (ns)."""
+    and ranks. Bandwidths are None where bytes are unknown. ``caused_by`` is rank → wait caused (ns);
+    ``group_size`` counts absent members too, None where it is not stated."""
+
+    COLUMNS: ClassVar[Columns] = {"caused_by": "caused_by_ns"}
 
     op: str
     group: str
@@ -238,10 +258,11 @@ class CollectiveResult:
     busbw_bytes_per_s: float | None
     label: str | None = None
     caused_by: Mapping[int, int] = field(default_factory=dict)
+    group_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class HeatCell:
+class HeatCell(Tabular):
     """Wait of one rank in one kind of collective, for the rank × collective heatmap."""
 
     rank: int
@@ -252,7 +273,7 @@ class HeatCell:
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(Tabular):
     """The device and where each number came from (``measured``, ``declared``, ``looked up``)."""
 
     name: str | None
@@ -265,7 +286,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Mfu:
+class Mfu(Tabular):
     """Model FLOPs utilisation. ``value`` is None when no convention was chosen; ``range`` is
     convention → MFU. ``missing`` says what lacks where nothing can be said."""
 
@@ -280,7 +301,7 @@ class Mfu:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class Gain(Tabular):
     """low ≤ mid ≤ high. ns for times."""
 
     low: int
@@ -289,7 +310,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Tabular):
     """What a change would gain per step; ``formula`` and ``inputs`` make it traceable."""
 
     gain_ns: Gain | None
@@ -300,7 +321,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation:
+class Recommendation(Tabular):
     """``change`` is configuration key → value, as in a Trine TOML file (``{"precision.dtype": "bf16"}``);
     empty where no key of the runtime mends it, and then ``why`` says what to do by hand."""
 
@@ -311,7 +332,7 @@ class Recommendation:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Tabular):
     """``fault`` (something is wrong) or ``opportunity`` (something could be better).
     ``severity`` is the share of the step at stake, 0..1, by which findings are ordered."""
 
@@ -324,7 +345,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class NotBound:
+class NotBound(Tabular):
     """What the run is not held back by, with the number that says so."""
 
     id: str
@@ -332,7 +353,7 @@ class NotBound:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckItem:
+class CheckItem(Tabular):
     """One line of the field's own order of work."""
 
     id: str
@@ -343,7 +364,7 @@ class CheckItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Tabular):
     """One sentence: what bounds this run, how sure, what to do, what it would gain.
 
     ``triangle`` is (computation, communication, memory), summing to 1: the place between the three
@@ -358,7 +379,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Source(Tabular):
     """What was read. ``steps`` counts the selected steps (0 when the source marks none)."""
 
     path: str
@@ -372,9 +393,12 @@ class Source:
     formats: tuple[str, ...] = ()  # all kinds of files that make the job, the main one first
 
 
-@dataclass(frozen=True, slots=True)
-class Analysis:
-    """The whole answer about one job."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Analysis(Tabular):
+    """The whole answer about one job.
+
+    Each study's result is also an attribute: ``analysis.critical_path``, None where there is none.
+    """
 
     source: Source
     data_quality: tuple[Quality, ...]
@@ -391,6 +415,41 @@ class Analysis:
     findings: tuple[Finding, ...]
     verdict: Verdict
     studies: Mapping[str, Any] = field(default_factory=dict)  # key → result (analyzers/studies)
+
+    def study(self, key: str) -> Any:
+        """A study's result, None where it has none (:meth:`why_without` says why). Raises ``UsageError`` for no study."""
+        return self.studies.get(known_key(key))
+
+    def why_without(self, key: str) -> str | None:
+        """Why a study has no result, and how to get one; None where it has one. Raises ``UsageError`` as above."""
+        return None if known_key(key) in self.studies else reason_of(self.data_quality, key)
+
+    def to_pandas(self) -> Frames:
+        """Data frames by name: ``ranks`` with the main numbers of each, ``steps``, ``collectives``, ``kernels``,
+        ``operators``, ``findings`` and what else is a table. Units end the columns' names; of studies,
+        ``analysis.critical_path.to_pandas()``."""
+        from ._analysis_frames import analysis_frames
+
+        return analysis_frames(self)
+
+    if not TYPE_CHECKING:  # a type checker shall go on finding misspelt fields; for it there is study()
+
+        def __getattr__(self, name: str) -> Any:
+            return study_attribute(self, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *study_keys()})
+
+    def __repr__(self) -> str:
+        from ._in_short import analysis_in_short
+
+        return analysis_in_short(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the report, in a frame of its own so that neither's style touches the other's."""
+        from .reports.html import framed
+
+        return framed(self)
 
     @property
     def is_timed(self) -> bool:

@@ -314,6 +314,9 @@ class Table:
         values = np.array([*self.strings.values, None], dtype=object)
         return np.asarray(values[self.columns[column]])
 
+    def __repr__(self) -> str:
+        return f"Table {self.name!r}: {len(self):,} row{'' if len(self) == 1 else 's'} of {', '.join(self.columns)}"
+
     def select(self, rows: Array | slice) -> Table:
         """The rows of a boolean mask, an index array or a slice. Row references are kept as they are."""
         picked = object.__new__(Table)
@@ -379,7 +382,7 @@ class DeviceInfo:
     multiprocessors: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Rank:
     """What one rank recorded.
 
@@ -413,6 +416,17 @@ class Rank:
     attempts: tuple[Rank, ...] = ()
     quality: list[Quality] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        found = [getattr(self, name) for name in SCHEMAS]
+        tables = [
+            f"{table.name} ({len(table):,} row{'' if len(table) == 1 else 's'})"
+            for table in found
+            if table is not None
+        ]
+        windows = len(self.windows)
+        tables += [f"{windows} deep window{'' if windows == 1 else 's'}"] if windows else []
+        return f"Rank {self.rank} of {self.source} ({self.format}): {', '.join(tables) or 'no tables'}"
+
     def note(self, id: str, severity: Literal["info", "warning", "error"], message: str) -> None:
         """Add a data-quality note of this rank."""
         self.quality.append(Quality(id, severity, message, self.rank))
@@ -434,7 +448,7 @@ class RankSource:
         return self.label or (f"{self.path}:{self.member}" if self.member else str(self.path))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Job:
     """The ranks of one run, each read when asked for.
 
@@ -452,6 +466,15 @@ class Job:
     formats: tuple[str, ...] = ()
     name: str | None = None
     keep: object = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        count = len(self.sources)
+        ranks = f"{count} rank{'' if count == 1 else 's'}"
+        if self.world_size is not None and self.world_size != count:
+            ranks += f" of {self.world_size}"
+        said = len(self.quality)
+        notes = f", {said} note{'' if said == 1 else 's'} on the data" if said else ""
+        return f"Job {self.name or self.path} ({', '.join(self.formats) or self.format}): {ranks}{notes}"
 
     @property
     def rank_ids(self) -> tuple[int, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+from trine.analyzers._tabular import Columns, Tabular
 
 from ._desync_ring import Ring, Signature
 
@@ -74,8 +76,13 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStanding:
+class GroupStanding(Tabular):
     """Where a group stands: the least and the most that its ranks enqueued and completed; −1 where none."""
+
+    COLUMNS: ClassVar[Columns] = {
+        "enqueued": ("enqueued_least", "enqueued_most"),
+        "completed": ("completed_least", "completed_most"),
+    }
 
     group: str
     description: str | None
@@ -89,7 +96,7 @@ class GroupStanding:
 
 
 @dataclass(frozen=True, slots=True)
-class Desync:
+class Desync(Tabular):
     """The whole answer. ``stuck`` where a culprit holds others up; ``culprits`` the weightiest first."""
 
     ranks: tuple[int, ...]

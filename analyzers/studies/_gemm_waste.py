@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
+
+from trine.analyzers._tabular import Columns, Tabular
 
 from ._gemm import Fit, padded
 from ._kernel_rows import ShapeTime
@@ -35,9 +38,11 @@ UNKNOWN_FASTER = (1.05, 1.25, 1.8)
 
 
 @dataclass(frozen=True, slots=True)
-class GemmIssue:
+class GemmIssue(Tabular):
     """A product whose shape fits badly. ``pad`` is dimension → size that would fit; ``waste_ns`` is low, mid, high
     over the calls; ``peers_flops_per_s`` the rate of this run's aligned products, None where there are none."""
+
+    COLUMNS: ClassVar[Columns] = {"waste_ns": ("waste_low_ns", "waste_mid_ns", "waste_high_ns")}
 
     operator: str
     shapes: str

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
+
+from trine.analyzers._tabular import Columns, Tabular
 
 from ._gemm import Fit
 from ._products import Product
@@ -70,9 +72,11 @@ class ShapeTime:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainTime:
+class ChainTime(Tabular):
     """Chains of the same operators: ``count`` of them, ``kernels`` in all. ``saved_ns`` is low, mid, high;
     ``known_share`` the part of their time whose shapes were known."""
+
+    COLUMNS: ClassVar[Columns] = {"saved_ns": ("saved_low_ns", "saved_mid_ns", "saved_high_ns")}
 
     operators: str
     count: int

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trine.analyzers._tabular import Tabular
 from trine.analyzers.intervals import EMPTY, Spans, clip, complement, measure, union
 from trine.analyzers.statistics import find_warm_up
 from trine.record.model import MISSING, Rank, Table
@@ -70,7 +71,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Goodput:
+class Goodput(Tabular):
     """``goodput`` is productive over wall. ``checkpoints`` and ``evaluations`` count those that a step followed, and
     ``…_ns`` what they held training up for; ``steady_ns`` is from the first step to the last, over attempts.
     ``repeated_steps`` is None where steps are numbered anew in each attempt, so that nobody can tell."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trine.analyzers._tabular import Tabular
 from trine.analyzers.breakdown import device_rows, has_device_work, top_level_operators
 from trine.analyzers.collectives import Blame, collective_results, communications
 from trine.analyzers.group_kinds import KINDS, GroupKind, Kind, kind_of_caller, kinds_of_groups
@@ -206,7 +207,7 @@ class GroupCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupsResult:
+class GroupsResult(Tabular):
     """All kinds, the costliest first."""
 
     kinds: tuple[GroupCosts, ...]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from trine.analyzers._tabular import Columns, Tabular
 from trine.analyzers.results import Hardware
 from trine.record.hardware import peaks_of
 from trine.record.model import Rank
@@ -42,13 +43,26 @@ KEY = "kernel_efficiency"
 
 
 @dataclass(frozen=True, slots=True)
-class KernelEfficiency:
+class KernelEfficiency(Tabular):
     """Sums over ranks and the selected steps, ns. ``classes`` is class → ns; ``products`` is whether products ran on
     tensor cores (used, unused, vector, unknown) → ns; ``precision`` dtype → (ns of products, ns of the rest).
 
     ``rooflines`` stand beside ``shapes`` one for one. Of ``chain_totals`` the last three are what fusing all chains
     would save: low, mid, high. ``roofline_ns`` is (time of the rows that have a roofline, their least time).
     """
+
+    COLUMNS: ClassVar[Columns] = {
+        "roofline_ns": ("with_roofline_ns", "at_roofline_ns"),
+        "classes": "total_ns",
+        "products": "total_ns",
+        "precision": ("products_ns", "rest_ns"),
+        "small": ("small_calls", "small_ns", "small_gaps_ns"),
+        "small_operators": "total_ns",
+        "chain_totals": (
+            *("chain_count", "chain_kernels", "chains_ns"),
+            *("chains_saved_low_ns", "chains_saved_mid_ns", "chains_saved_high_ns"),
+        ),
+    }
 
     basis: Literal["device", "host"]
     ranks: int

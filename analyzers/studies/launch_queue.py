@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from trine.analyzers._tabular import Columns, Tabular
 from trine.analyzers.breakdown import device_rows, has_device_work
 from trine.analyzers.selection import Selected
 from trine.record.model import MISSING, Rank
@@ -45,7 +46,7 @@ class StepQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class QueuePart:
+class QueuePart(Tabular):
     """One rank's queue over ``window_ns`` (the breakdown's window; of several deep windows the sum).
 
     ``starved_ns`` nothing launched had not ended; ``last_ns`` something ran and nothing waited behind it;
@@ -53,6 +54,8 @@ class QueuePart:
     waiting pieces of work since the point before). ``without_launch`` counts work that no launch is known of:
     it is left out, and where it is much the queue looks emptier than it was.
     """
+
+    COLUMNS: ClassVar[Columns] = {"series": ("since_begin_ns", "waiting")}
 
     window_ns: int
     starved_ns: int
@@ -82,7 +85,7 @@ class RankQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchQueue:
+class LaunchQueue(Tabular):
     """All ranks. ``host_bound_share`` (nothing launched was left to run) and ``last_share`` (something ran, and
     nothing waited behind it) are of all their windows together; ``ranks`` are those whose device starved most."""
 

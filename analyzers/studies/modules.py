@@ -16,11 +16,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from trine.analyzers._tabular import Columns, Tabular
 from trine.record.model import HOST_KINDS, MISSING, Table
 
 from ._attribution import Attributed, attribute, dense, enclosing
@@ -48,9 +49,11 @@ _INSTANCE = re.compile(r"_\d+$")
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleTime:
+class ModuleTime(Tabular):
     """A module by its path of classes. ``instances`` of it worked, ``kernels`` in all; times include what lies inside,
     ``self_ns`` does not. ``longest`` is the instance with most time (its path, its ns)."""
+
+    COLUMNS: ClassVar[Columns] = {"longest": ("longest_path", "longest_ns")}
 
     path: str
     instances: int
@@ -77,7 +80,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Modules:
+class Modules(Tabular):
     """``named_by`` is ``module``, or ``annotation`` where the source has no modules. Sums over ranks, ns."""
 
     named_by: Literal["module", "annotation"]

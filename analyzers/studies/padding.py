@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trine.analyzers._tabular import Tabular
 from trine.record.model import MISSING
 
 from ._scope import Scope, Whole
@@ -44,7 +45,7 @@ class LengthBin:
 
 
 @dataclass(frozen=True, slots=True)
-class Padding:
+class Padding(Tabular):
     """All ranks' selected steps. ``waste`` is padding over all tokens; ``grouped_waste`` and ``packed_waste`` what
     would be left, replayed from ``sampled_sequences`` lengths; None where no lengths were kept, or where batches are packed
     already. ``worst`` is the rank that wastes most."""

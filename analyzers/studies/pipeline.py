@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trine.analyzers._tabular import Tabular
 from trine.analyzers.statistics import find_warm_up
 from trine.record.model import Array
 
@@ -62,7 +63,7 @@ class StageBubble:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(Tabular):
     """One pipeline (of ``replicas`` like it, the slowest). ``imbalance`` is how much longer the longest stage
     computes than the median stage, as a share of the latter."""
 
