@@ -33,7 +33,7 @@ from .document import (
 )
 from .wording import words
 
-__all__ = ["MOST_BYTES", "render", "render_document"]
+__all__ = ["MOST_BYTES", "framed", "render", "render_document"]
 
 MOST_BYTES = 2_000_000
 MOST_RANKS = 128
@@ -51,6 +51,15 @@ def render(analysis: Analysis, *, language: str = "en") -> str:
     """The report as one self-contained page of at most :data:`MOST_BYTES` bytes of UTF-8."""
     document = compose(analysis, language=language, most_ranks=MOST_RANKS, most_rows=MOST_ROWS)
     return render_document(document, language=language)
+
+
+def framed(analysis: Analysis, *, height: int = 720) -> str:
+    """The report for a notebook's cell: the whole page inside an ``iframe``, which keeps its style, its links and the
+    notebook apart. ``sandbox`` without a word in it: what is shown can run, send and open nothing."""
+    return (
+        f'<iframe srcdoc="{escape(render(analysis))}" sandbox title="Report of Trine" loading="lazy" '
+        f'style="width:100%;height:{height}px;border:0;border-radius:4px;resize:vertical"></iframe>'
+    )
 
 
 def render_document(document: Document, *, language: str = "en") -> str:

@@ -6,13 +6,14 @@ memory timeline. Categories are inferred where the source does not say them (doc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from trine.analyzers._tabular import Columns, Tabular
 from trine.analyzers.allocations import Ledger, ledger
 from trine.analyzers.memory import snapshot_facts
 from trine.record.memory_categories import CATEGORIES
@@ -97,9 +98,11 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class RankMemory(Tabular):
     """One rank's memory. ``levels`` holds a tuple for each of ``categories``, a value for each of ``times_ns``; they sum
     to ``totals``. ``lowest`` is category → bytes at the lowest point after the first peak: what stays."""
+
+    COLUMNS: ClassVar[Columns] = dict.fromkeys(("categories", "times_ns", "levels", "totals"))
 
     rank: int
     kind: Literal["device", "host"]
@@ -124,9 +127,24 @@ class RankMemory:
     leaks: tuple[Leak, ...]
     steps: int  # step ends that leaks were looked for in; 0 where none are marked
 
+    def more_tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """``curve``: bytes by category over time."""
+        names = [f"{name}_bytes" for name in self.categories]
+        columns = zip(*self.levels, strict=True) if self.levels else ((),) * len(self.times_ns)
+        curve = [
+            {
+                "rank": self.rank,
+                "time_ns": when,
+                **dict(zip(names, levels, strict=True)),
+                "total_bytes": total,
+            }
+            for when, levels, total in zip(self.times_ns, columns, self.totals, strict=True)
+        ]
+        return {"curve": curve}
+
 
 @dataclass(frozen=True, slots=True)
-class MemoryOwners:
+class MemoryOwners(Tabular):
     """All ranks, the highest peak first, of at most :data:`MOST_RANKS`; ``frees`` are the first one's."""
 
     ranks: tuple[RankMemory, ...]
