@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trine.record.memory_categories import MEMORY_OF
 from trine.record.model import MISSING, Rank, Table
 
 __all__ = ["OTHER_ACTIONS", "Ledger", "Paired", "allocator_rows", "ledger", "pair", "within"]
@@ -190,7 +191,7 @@ def _totals(table: Table) -> tuple[Array, bool]:
 
 def _history_lost(rank: Rank, device: int) -> bool:
     """Whether more may have been allocated than the events show."""
-    if rank.format == "memory_timeline":
+    if "memory_timeline" in (rank.metadata.get(MEMORY_OF), rank.format):
         return True
     devices = (rank.metadata.get("memory_snapshot") or {}).get("devices") or {}
     return bool((devices.get(device) or {}).get("lower_bound"))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .errors import TrineError, UnreadableInput
+from .memory_categories import MEMORY_OF
 from .model import MISSING, SCHEMAS, Group, Job, Quality, Rank, RankSource, Strings, Table
 from .readers._names import rank_of_name
 
@@ -30,6 +31,15 @@ _ADDED = ("steps", "microbatches", "samples", "segments", "flight_recorder", "me
 _OF_A_TRACE = ("device", "host", "collectives", "synchronizations", "edges")
 #: Records of one job lie closer than this; farther apart (ns) is worth a word.
 _APART_NS = 3600 * 10**9
+#: Categories that only a source knows which follows tensors through the program.
+_TOLD_CATEGORIES = ("parameters", "optimizer_state", "gradients", "activations")
+_MEMORY_WORDS = {
+    "memory_snapshot": "memory snapshot",
+    "memory_timeline": "memory timeline",
+    "kineto": "trace's [memory] events",
+    "nsight": "Nsight export's memory events",
+    "trine": "record's memory events",
+}
 #: Formats that state the rank in the file itself.
 _STATING = ("trine", "kineto")
 
@@ -227,11 +237,38 @@ def _add_window(rank: Rank, other: Rank) -> None:
 
 
 def _choose_memory(rank: Rank, other: Rank) -> None:
-    """The allocator's own history says more than a trace's [memory] events: it wins where both are there."""
-    if other.memory is not None and rank.memory is not None and other.segments is not None:
-        message = f"memory is that of {other.format}; the memory events of {rank.format} are left out"
-        rank.note("second-source", "info", message)
+    """Of two sources of one rank's memory the one that knows more counts: an allocator's history (a snapshot), then a
+    timeline that knows what tensors are, then a trace's ``[memory]`` events. Of host and device the device's."""
+    if other.memory is None:
+        return
+    holder = str(rank.metadata.get(MEMORY_OF) or rank.format)
+    if rank.memory is not None:
+        known = np.unique(rank.memory["device"][rank.memory["device"] >= 0])
+        theirs = other.memory["device"] >= 0
+        if other.format == "memory_timeline" and len(known) == 1 and theirs.any():
+            # A timeline does not say which device it is of; where there is one, it is that.
+            other.memory.columns["device"] = np.where(theirs, known[0], other.memory["device"])
+        mine, richer = _knowledge(rank, holder), _knowledge(other, other.format)
+        if richer <= mine or (len(known) and not theirs.any()):
+            _say_memory(rank, holder, other.format)
+            return
+        _say_memory(rank, other.format, holder)
         rank.memory = None
+    rank.metadata = {**rank.metadata, MEMORY_OF: other.format}
+
+
+def _knowledge(rank: Rank, format: str) -> int:
+    if format == "memory_snapshot":
+        return 3
+    if format == "memory_timeline" and rank.memory is not None:
+        codes = [rank.memory.strings.find(name) for name in _TOLD_CATEGORIES]
+        return 2 if np.isin(rank.memory["category"], [code for code in codes if code >= 0]).any() else 0
+    return 1
+
+
+def _say_memory(rank: Rank, used: str, left: str) -> None:
+    message = f"memory is that of the {_MEMORY_WORDS.get(used, used)}; left out: the {_MEMORY_WORDS.get(left, left)}"
+    rank.note("second-source", "info", message)
 
 
 def _take(rank: Rank, other: Rank, names: Iterable[str]) -> None:

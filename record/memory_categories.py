@@ -27,7 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CATEGORIES", "Inferred", "Trait", "infer"]
+__all__ = ["CATEGORIES", "MEMORY_OF", "Inferred", "Trait", "infer"]
+
+#: Key of ``Rank.metadata``: the format that a rank's table ``memory`` is of, where another one leads.
+MEMORY_OF = "memory_of"
 
 Array = npt.NDArray[Any]
 

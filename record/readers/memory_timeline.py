@@ -44,7 +44,10 @@ _CATEGORIES = (
     "temporary",
     "unattributed",
 )
-_CREATED, _DESTROYED = (1, 2, 3), 4
+_NEW, _DESTROYED = 2, 4
+#: What a device's allocator rounds to, and the share of new tensors that must be so. Tensors from before, which are
+#: not rounded, may go in the microsecond in which another comes.
+_GRAIN_BYTES, _ROUNDED_SHARE = 512, 0.9
 
 _HEAD_BYTES = 1 << 12
 _NUMBER = rb"-?\d{1,20}"
@@ -174,6 +177,7 @@ def _fill_from_events(rank: Rank, rows: Array) -> None:
     )
     codes = np.array([rank.strings.code(name) for name in _CATEGORIES])
     held, alloc, freed = (rank.strings.code(name) for name in ("held", "alloc", "free_requested"))
+    created = (action[order] == _NEW) & ~before
     total = np.cumsum(amount)
     if total.min(initial=0) < 0:
         rank.note(
@@ -188,13 +192,20 @@ def _fill_from_events(rank: Rank, rows: Array) -> None:
             "time_ns": time,
             "bytes": amount,
             "category": codes[category],
-            "device": np.zeros(len(time), dtype=np.int64),
+            "device": np.full(len(time), _device_of(amount[created])),
             "allocated_bytes": total,
             "action": np.where(before, held, np.where(amount < 0, freed, alloc)),
         },
         rank.strings,
     )
     _note_device(rank)
+
+
+def _device_of(created: Array) -> int:
+    """Which device sizes in bytes of new tensors are of: 0, or -1 for the host. A device's allocator rounds all of
+    them up to :data:`_GRAIN_BYTES` (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``), the host's none."""
+    rounded = (created % _GRAIN_BYTES == 0).mean() if len(created) else 1.0
+    return 0 if rounded >= _ROUNDED_SHARE else -1
 
 
 # --- [times, sizes] ----------------------------------------------------------------------------
@@ -211,6 +222,7 @@ def _fill_from_sizes(rank: Rank, time: Array, sizes: Array) -> None:
     order = np.argsort(time[good], kind="stable")
     ns = time[good][order].astype(np.int64) * 1000
     change = np.diff(level[good][order].astype(np.int64), axis=0, prepend=0)
+    jumps = change.sum(axis=1)
     # Within a point what is released comes first: the curve has no higher value between two points.
     point, category = np.nonzero(change)
     amount = change[point, category]
@@ -224,7 +236,7 @@ def _fill_from_sizes(rank: Rank, time: Array, sizes: Array) -> None:
             "time_ns": ns[point],
             "bytes": amount,
             "category": codes[category],
-            "device": np.zeros(len(point), dtype=np.int64),
+            "device": np.full(len(point), _device_of(jumps[1:][jumps[1:] > 0])),
             "allocated_bytes": np.cumsum(amount),
             "action": np.where(point == 0, held, np.where(amount < 0, freed, alloc)),
         },
@@ -239,9 +251,12 @@ def _fill_from_sizes(rank: Rank, time: Array, sizes: Array) -> None:
 
 
 def _note_device(rank: Rank) -> None:
+    assert rank.memory is not None
+    of_host = bool((rank.memory["device"] < 0).any())
+    of = "the host, whose sizes are not rounded" if of_host else "a device that the file does not name"
     rank.note(
         "memory-tensors-only",
         "info",
-        "a memory timeline counts what the profiler saw of tensors, on a device that the file does not name: "
+        f"a memory timeline counts what the profiler saw of tensors, here on {of}: "
         "what the allocator reserved, and what was there before and never used, is not in it",
     )

@@ -102,6 +102,24 @@ def test_both_forms_agree_on_any_history(
         assert last[0] == last[1]
 
 
+@pytest.mark.parametrize("form", [list, sizes_of])
+@pytest.mark.parametrize(("grain", "device"), [(512, 0), (4, -1)])
+def test_a_timeline_of_the_host_is_known_by_its_sizes(
+    tmp_path: Path, form: Any, grain: int, device: int
+) -> None:
+    """A device's allocator rounds up all that is allocated; tensors from before are counted as they are."""
+    rows = [[-1, 1, 1004, 0]]
+    for number in range(20):
+        rows += [
+            [NS + 20000 * number, 2, (number + 1) * grain, 4],
+            [NS + 20000 * number + 9000, 4, -(number + 1) * grain, 4],
+        ]
+    rank = read(write(tmp_path / "it.json", form(rows)))
+    assert set(memory(rank)["device"].tolist()) == {device}
+    note = next(note for note in rank.quality if note.id == "memory-tensors-only")
+    assert ("the host" in note.message) == (device < 0)
+
+
 def test_a_cut_file_gives_its_complete_rows(tmp_path: Path) -> None:
     path = tmp_path / "it.raw.json"
     path.write_text(json.dumps(RAW)[:-8])

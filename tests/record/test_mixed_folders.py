@@ -118,6 +118,58 @@ def test_traces_dumps_and_snapshots_join_rank_by_rank(tmp_path: Path) -> None:
         assert {note.rank for note in rank.quality} <= {rank.rank}
 
 
+def traced_memory(path: Path, kinds: tuple[tuple[int, int], ...]) -> Path:
+    """A trace with ``[memory]`` events of (device type, device index)."""
+    content = small(0, 1, at=START_NS / 1000)
+    for number, (kind, index) in enumerate(kinds):
+        at = START_NS / 1000 + number
+        arguments = {"Device Type": kind, "Device Id": index, "Bytes": 1 << 20, "Total Allocated": 1 << 20}
+        arguments |= {"Addr": 4096 * (number + 1), "Total Reserved": 1 << 21}
+        content["traceEvents"].append(
+            {"ph": "i", "s": "t", "cat": "cpu_instant_event", "name": "[memory]", "pid": 9, "tid": 1, "ts": at, "args": arguments}
+        )  # fmt: skip
+    return written(path, content)
+
+
+def timeline(path: Path, grain: int = 512, category: int = 4) -> Path:
+    """An exported memory timeline; 4 is activations, 7 what the profiler cannot tell."""
+    rows = [[START_NS + 1000 * number, 2, (number + 1) * grain, category] for number in range(20)]
+    return written(path, rows)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "grain", "category", "used", "device"),
+    [
+        (((0, -1),), 4, 4, "memory timeline", -1),
+        (((1, 3),), 512, 4, "memory timeline", 3),
+        (((0, -1),), 512, 4, "memory timeline", 0),
+        (((0, -1), (1, 3)), 4, 4, "trace's [memory] events", 3),  # the timeline is of the host, memory runs out on the device
+        (((1, 3),), 512, 7, "trace's [memory] events", 3),  # a timeline that knows nothing
+    ],
+)  # fmt: skip
+def test_of_two_sources_of_memory_the_one_that_knows_more_counts(
+    tmp_path: Path, kinds: tuple[tuple[int, int], ...], grain: int, category: int, used: str, device: int
+) -> None:
+    traced_memory(tmp_path / "rank0.json", kinds)
+    timeline(tmp_path / "mem_rank0.json", grain, category)
+    rank = trine.load(tmp_path).rank(0)
+    assert rank.memory is not None and rank.memory["device"].max() == device
+    note = next(note for note in rank.quality if note.id == "second-source")
+    assert note.message.startswith(f"memory is that of the {used}; left out: the ")
+    (owners,) = to_json(trine.analyze(tmp_path))["memory_owners"]["ranks"]
+    assert owners["device"] == device and owners["lower_bound"] == (used == "memory timeline")
+
+
+def test_a_snapshot_comes_before_a_timeline_and_events(tmp_path: Path) -> None:
+    traced_memory(tmp_path / "rank0.json", ((1, 0),))
+    timeline(tmp_path / "mem_rank0.json")
+    snapshot(tmp_path / "rank0_snapshot.pickle")
+    rank = trine.load(tmp_path).rank(0)
+    assert rank.segments is not None and rank.memory is not None and len(rank.memory) < 20
+    said = [note.message for note in rank.quality if note.id == "second-source"]
+    assert [message.partition(";")[0] for message in said] == ["memory is that of the memory snapshot"] * 2
+
+
 def test_a_rank_of_a_lesser_format_alone_is_a_rank(tmp_path: Path) -> None:
     traces(tmp_path, world=2)
     for path in tmp_path.iterdir():
