@@ -7,6 +7,7 @@ every worker it meets is given up alone.
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import socket
@@ -92,9 +93,31 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _why_no_address(scheduler: str) -> str | None:
+    """What is wrong with an address, or with what a scheduler file states; ``None`` where nothing is."""
+    from distributed.comm import get_address_host_port
+
+    address: Any = scheduler
+    try:
+        if Path(scheduler).is_file():
+            content = json.loads(Path(scheduler).read_bytes())
+            address = content.get("address") if isinstance(content, dict) else None
+            if not isinstance(address, str):
+                return "the file states none"
+        _, port = get_address_host_port(address)
+    except (OSError, ValueError, RecursionError) as error:
+        return _line(error)
+    return None if 0 < port < 1 << 16 else f"{port} is no port"
+
+
 @contextmanager
 def _connected(distributed: Any, scheduler: str) -> Iterator[Any]:
     where: dict[str, str] = {"address": scheduler}
+    # Before there is a client: one that could not be made leaves tracebacks when it is collected.
+    if (why := _why_no_address(scheduler)) is not None:
+        raise UsageError(
+            f"{scheduler!r} is no address of a Dask scheduler ({why}); give tcp://HOST:PORT or its scheduler file"
+        )
     if scheduler.endswith(".json") and not Path(scheduler).is_file():
         raise UsageError(
             f"there is no scheduler file {scheduler}; give the one that `dask scheduler` wrote, or its address"

@@ -48,6 +48,8 @@ _MARK = re.compile(rb'"(?:fwd|forward)_start"\s*:\s*\[')
 _STAGE_KEYS = ("stage", "pp_rank", "pipeline_rank", "rank")
 #: No iteration takes longer than this; a greater time is no time.
 _LONGEST_NS = 10**16
+#: In whatever unit it was written; what is beyond is no amount of memory.
+_MOST_MEMORY = 10**18
 
 Span = tuple[int, int, str, int, int]  # chunk, index, direction, start and end in ns
 
@@ -111,8 +113,9 @@ class _File:
             if spans:
                 total = _time(entry.get("total"), _UNITS[self.unit])
                 self.iterations[index] = (spans, total if total is not None and total > 0 else 0)
-                if isinstance(entry.get("memory"), (int, float)):
-                    self.memory[index] = float(entry["memory"])
+                memory = entry.get("memory")
+                if isinstance(memory, (int, float)) and abs(memory) < _MOST_MEMORY:
+                    self.memory[index] = float(memory)
         if not self.iterations:
             raise UnreadableInput(
                 f"{path} holds no iteration with starts and ends; give fwd_start, fwd_end, bwd_start, bwd_end"

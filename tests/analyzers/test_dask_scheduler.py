@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -163,9 +164,14 @@ def test_nobody_there(
     assert time.monotonic() - begun < 30
     message = capsys.readouterr().err
     assert "no Dask scheduler answers at tcp://127.0.0.1:1" in message and message.count("\n") == 1
-    for wrong in ("nonsense://x:1", str(tmp_path / "scheduler.json")):
+    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "broken.json").write_text("{")
+    files = [str(tmp_path / name) for name in ("scheduler.json", "empty.json", "broken.json")]
+    for wrong in ("nonsense://x:1", "nonsense", "", "tcp://x:99999", "tcp://[::1", *files):
         assert main(["analyze", str(path), "--scheduler", wrong]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        gc.collect()  # a client that was half made would complain here
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and "unexpected" not in message
 
 
 def test_a_scheduler_without_workers(

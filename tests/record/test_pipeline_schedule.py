@@ -124,3 +124,9 @@ def test_files_without_an_iteration_are_refused(tmp_path: Path, content: str) ->
     path.write_text(content)
     with pytest.raises(UnreadableInput, match="holds no iteration"):
         open_job(path)
+
+
+@pytest.mark.parametrize("memory", [10**400, "x", None, [1]], ids=["huge", "text", "none", "list"])
+def test_memory_that_is_no_amount_is_left_out(tmp_path: Path, memory: Any) -> None:
+    (path,) = written(tmp_path, {"1": {**ENTRY, "memory": memory}, "2": {**ENTRY, "memory": 84.5}})
+    assert open_job(path).rank(0).metadata["pipeline"]["memory_as_written"] == {2: 84.5}
