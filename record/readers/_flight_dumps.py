@@ -29,6 +29,9 @@ __all__ = [
 _HEAD_BYTES = 1 << 16
 #: A pickle from this size on is read piece by piece: whole, a dump takes twenty times its bytes.
 _LARGE_BYTES = 2 << 20
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+#: Dumps name a frame once for each stack that it is in, and nothing else twice: a few times their bytes in full.
+_MOST_TIMES_WRITTEN_OUT = 64
 _GZIP = b"\x1f\x8b"
 #: What only an entry of a flight recorder has; the oldest wrote ``seq_id``.
 _MARKS = (b"collective_seq_id", b"profiling_name", b"time_created_ns", b"pg_status", b"seq_id")
@@ -74,6 +77,8 @@ def read_dump(path: Path) -> tuple[dict[str, Any], bool]:
             if len(data) < _LARGE_BYTES
             else stream(data, str(path), _Shrinking().finished)
         )
+        if isinstance(value, _CONTAINERS):
+            _refuse_repetition(value, len(data), str(path))
         cut = False
     else:
         value, cut = _json(data, path)
@@ -108,9 +113,42 @@ class _Shrinking:
         return self._texts.setdefault(text, text)
 
 
+def _plain(value: Any) -> str:
+    """A scalar as text. Of what is nested the text could take for ever: a pickle may name one list many times."""
+    return "?" if isinstance(value, (dict, list, tuple, set, frozenset)) else str(value)
+
+
+def _refuse_repetition(value: Any, size: int, where: str) -> None:
+    """Refuse what a pickle of ``size`` bytes names over and over, or within itself: written out it would never end.
+
+    Each container is looked at once; what it would come to in full is the sum of its members'.
+    """
+    most = _MOST_TIMES_WRITTEN_OUT * size + (1 << 20)
+    full: dict[int, int] = {}
+    waiting: list[tuple[Any, bool]] = [(value, False)]
+    while waiting:
+        each, entered = waiting.pop()
+        members = (*each.keys(), *each.values()) if isinstance(each, dict) else tuple(each)
+        inner = [member for member in members if isinstance(member, _CONTAINERS)]
+        if not entered:
+            if id(each) in full:
+                continue
+            full[id(each)] = most + 1  # until it is known: whoever meets it meanwhile lies within it
+            waiting.append((each, True))
+            waiting.extend((member, False) for member in inner if id(member) not in full)
+            continue
+        texts = sum(len(member) >> 6 for member in members if isinstance(member, str))
+        full[id(each)] = 1 + len(members) + texts + sum(full[id(member)] for member in inner)
+        if full[id(each)] > most:
+            raise UnreadableInput(
+                f"{where} is not opened: it names the same lists over and over, out of proportion to its size; write it again"
+            )
+
+
 def frame_text(frame: dict[Any, Any]) -> str:
     """``file(line): function``, as Kineto writes a frame of its stacks."""
-    return f"{frame.get('filename', '?')}({frame.get('line', '?')}): {frame.get('name', '?')}"
+    filename, line, name = (_plain(frame.get(key, "?")) for key in ("filename", "line", "name"))
+    return f"{filename}({line}): {name}"
 
 
 def stack_text(frames: Any) -> str | None:
@@ -127,14 +165,16 @@ def shapes_text(value: Any) -> str | None:
     """``[4, 8], [2]``: a shape a tensor; None for what holds no shapes."""
     if not isinstance(value, (list, tuple)):
         return value if isinstance(value, str) else None
-    shapes = ("[" + ", ".join(map(str, shape)) + "]" for shape in value if isinstance(shape, (list, tuple)))
+    shapes = (
+        "[" + ", ".join(map(_plain, shape)) + "]" for shape in value if isinstance(shape, (list, tuple))
+    )
     return ", ".join(shapes)
 
 
 def types_text(value: Any) -> str | None:
     """``Float, Half``: a dtype a tensor."""
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
+        return ", ".join(map(_plain, value))
     return value if isinstance(value, str) else None
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,3 +185,43 @@ def test_damaged_dumps_are_read_in_part_or_refused_in_one_line(data: Path, tmp_p
             assert "\n" not in str(error) and str(path) in str(error)
             refused += 1
     assert read and refused
+
+
+def _within(depth: int, kind: type) -> Any:
+    value: Any = kind([1])
+    for _ in range(depth):
+        value = kind([value, value])
+    return value
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize(
+    "place", ["frames", "input_sizes", "input_dtypes", "process_group", "profiling_name", "state"]
+)
+def test_a_list_named_over_and_over_is_refused_at_once(tmp_path: Path, place: str, kind: type) -> None:
+    content = Dump(0, 1).calls(3).content()
+    content["entries"][1][place] = _within(60, kind)
+    path = tmp_path / "comm_lib_trace_rank_0"
+    path.write_bytes(pickle.dumps(content))
+    with pytest.raises(UnreadableInput, match="over and over"):
+        open_job(path).rank(0)
+
+
+def test_a_list_within_itself_is_refused(tmp_path: Path) -> None:
+    content = Dump(0, 1).calls(3).content()
+    content["entries"].append(content["entries"])
+    path = tmp_path / "comm_lib_trace_rank_0"
+    path.write_bytes(pickle.dumps(content))
+    with pytest.raises(UnreadableInput, match="over and over"):
+        open_job(path).rank(0)
+
+
+def test_the_control_frames_that_stacks_share_are_read(tmp_path: Path) -> None:
+    content = Dump(0, 1).calls(300).content()
+    frame = {"filename": "/a/long/path/of/a/module/train.py", "line": 7, "name": "step"}
+    for entry in content["entries"]:
+        entry["frames"] = [frame] * 60
+    path = tmp_path / "comm_lib_trace_rank_0"
+    path.write_bytes(pickle.dumps(content))
+    rank = open_job(path).rank(0)
+    assert rank.flight_recorder is not None and len(rank.flight_recorder) == 300
