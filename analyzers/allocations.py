@@ -109,6 +109,12 @@ class Ledger:
             levels[place] = running[rows] + self._before(int(code), running)
         return found, levels
 
+    def level(self, name: str) -> Array:
+        """Bytes alive of a category after each event; shape (events,)."""
+        code = self.table.strings.find(name)
+        running = np.cumsum(np.where(self.codes == code, self.change, 0))
+        return np.asarray(running + self._before(code, running))
+
     def _before(self, code: int, running: Array) -> int:
         """Bytes of a category that are older than the first event: what is released and was never allocated."""
         if self.paired is None:

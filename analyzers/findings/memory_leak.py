@@ -112,7 +112,7 @@ def _by_owner(facts: Facts) -> list[_Growth]:
             leak.steps,
             part.peak_bytes,
             "allocations alive at the end of each step",
-            leak.owner or "an owner without a stack",
+            leak.owner or _unnamed(leak.category),
             leak.category,
             leak.stack,
         )
@@ -120,6 +120,13 @@ def _by_owner(facts: Facts) -> list[_Growth]:
         if facts.trains or {"gradients", "activations"} & set(part.categories)
         for leak in part.leaks[:1]
     ]
+
+
+def _unnamed(category: str) -> str:
+    """Words for an owner of which only the category is known."""
+    if category == "unattributed":
+        return "an owner without a stack"
+    return f"an owner without a stack, category {category.replace('_', ' ')}"
 
 
 def _from_samples(rank: RankFacts) -> _Growth | None:

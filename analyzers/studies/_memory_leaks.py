@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MIN_STEPS", "Growth", "growing", "median_slope"]
+__all__ = ["MIN_STEPS", "Growth", "ends_by_gradients", "growing", "growing_levels", "median_slope"]
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +31,8 @@ LEAST_BYTES = 1 << 20
 LEAST_SHARE = 0.005
 #: Step ends that are looked at; of more, as many evenly spread.
 _MOST_STEPS = 64
+#: Gradients are there at this share of their most, and gone at that: a step ended between.
+_THERE, _GONE = 0.5, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +54,46 @@ def growing(place: Array, size: Array, start_ns: Array, end_ns: Array, ends_ns: 
     where fewer than :data:`FEW_STEPS` steps are left after warm-up; with fewer than :data:`MIN_STEPS`, only places
     that grow evenly.
     """
-    ends = ends_ns[WARM_UP:]
-    if len(ends) < FEW_STEPS or not len(place):
+    kept, stride = _looked_at(ends_ns)
+    if not len(kept) or not len(place):
         return []
-    stride = -(-len(ends) // _MOST_STEPS)
-    kept = ends[::stride]
     names, number = np.unique(place, return_inverse=True)
     levels = np.zeros((len(names), len(kept)), dtype=np.float64)
     for column, when in enumerate(kept):
         alive = (start_ns <= when) & (end_ns > when)
         levels[:, column] = np.bincount(number[alive], weights=size[alive], minlength=len(names))
+    return _grown(names, levels, stride)
+
+
+def growing_levels(place: Array, levels: Array, time_ns: Array, ends_ns: Array) -> list[Growth]:
+    """The same of a curve: ``levels`` (places, times) are the bytes alive after each of ``time_ns``, ascending."""
+    kept, stride = _looked_at(ends_ns)
+    rows = np.searchsorted(time_ns, kept, side="right") - 1
+    return _grown(place, levels[:, rows].astype(np.float64), stride) if len(kept) else []
+
+
+def ends_by_gradients(time_ns: Array, gradients: Array) -> Array:
+    """Ends of steps where nothing marks them: when the ``gradients`` (times,), in bytes, were there and are gone.
+
+    Empty where they stay, as with ``zero_grad(set_to_none=False)``. Batches that accumulate are one step.
+    """
+    most = float(gradients.max(initial=0))
+    there, gone = gradients >= _THERE * most, gradients <= _GONE * most
+    rows = np.flatnonzero(there | gone) if most > 0 else np.empty(0, dtype=np.int64)
+    return time_ns[rows[1:][there[rows[:-1]] & gone[rows[1:]]]]
+
+
+def _looked_at(ends_ns: Array) -> tuple[Array, int]:
+    """The step ends that are looked at, every how many-th; none where there are too few."""
+    ends = ends_ns[WARM_UP:]
+    if len(ends) < FEW_STEPS:
+        return ends[:0], 1
+    stride = -(-len(ends) // _MOST_STEPS)
+    return ends[::stride], stride
+
+
+def _grown(names: Array, levels: Array, stride: int) -> list[Growth]:
+    """Rows of ``levels`` (places, steps) that grow, the fastest first."""
     total = levels.sum(axis=0)
     least = max(LEAST_BYTES, LEAST_SHARE * float(total.max()))
     if total[-1] - total[0] < least:
@@ -72,12 +104,12 @@ def growing(place: Array, size: Array, start_ns: Array, end_ns: Array, ends_ns: 
         steps = np.diff(level)
         if (steps > 0).mean() < STEADY or (steps < 0).mean() > 1 - STEADY:
             continue
-        if len(kept) < MIN_STEPS and steps.max() - steps.min() > EVEN_SHARE * steps.max():
+        if levels.shape[1] < MIN_STEPS and steps.max() - steps.min() > EVEN_SHARE * steps.max():
             continue
         slope = median_slope(level) / stride
         if slope > 0:
             found.append(
-                Growth(int(names[row]), slope, int(level[0]), int(level[-1]), (len(kept) - 1) * stride + 1)
+                Growth(int(names[row]), slope, int(level[0]), int(level[-1]), (len(level) - 1) * stride + 1)
             )
     return sorted(found, key=lambda growth: -growth.per_step_bytes)
 

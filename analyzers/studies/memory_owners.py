@@ -20,7 +20,7 @@ from trine.record.memory_categories import CATEGORIES
 from trine.record.model import MISSING, Rank, Table
 
 from ._memory_frees import CHECKPOINTED, Freed, freed
-from ._memory_leaks import growing, median_slope
+from ._memory_leaks import Growth, ends_by_gradients, growing, growing_levels, median_slope
 from ._memory_segments import Fragmentation, PoolUse, fragmentation
 from ._scope import Scope, Whole
 
@@ -176,6 +176,8 @@ def _reduced(whole: Rank, rank: Rank, book: Ledger) -> RankMemory:
     settings = (rank.metadata.get("memory_snapshot") or {}).get("allocator_settings") or {}
     expandable = settings.get("expandable_segments") is True
     ends = _step_ends(whole, rank, facts)
+    if not len(ends) and book.paired is None:
+        ends = ends_by_gradients(book.time_ns, book.level("gradients"))
     churn = _churn(rank.memory, book.device)
     lowest = points[int(np.argmin(totals))] if len(points) else peak
     return RankMemory(
@@ -333,8 +335,10 @@ def _leaks(book: Ledger, ends: Array) -> tuple[Leak, ...]:
     # The last event of the last step comes a moment before that step's end; what it left alive is alive then.
     late = END_SHARE * float(np.median(np.diff(ends))) if len(ends) > 1 else 0.0
     ends = ends[(ends >= time[0]) & (ends - 1 <= time[-1] + late)]
-    if book.paired is None or len(ends) < 2:
+    if len(ends) < 2:
         return ()
+    if book.paired is None:
+        return _grown_categories(book, ends)
     known = book.paired.start >= 0
     start, end = book.paired.start[known], book.paired.end[known]
     row = np.minimum(start, len(time) - 1)
@@ -361,6 +365,23 @@ def _leaks(book: Ledger, ends: Array) -> tuple[Leak, ...]:
             )
         )
     return tuple(leaks)
+
+
+def _grown_categories(book: Ledger, ends: Array) -> tuple[Leak, ...]:
+    """What grows of a curve, whose single allocations are not known."""
+    codes, levels = book.levels(np.arange(len(book.time_ns)))
+    found: list[Growth] = growing_levels(codes, levels, book.time_ns, ends)
+    return tuple(
+        Leak(
+            owner=None,
+            category=book.table.strings.text(growth.place) or "unattributed",
+            per_step_bytes=growth.per_step_bytes,
+            first_bytes=growth.first_bytes,
+            last_bytes=growth.last_bytes,
+            steps=growth.steps,
+        )
+        for growth in found[:MOST_LEAKS]
+    )
 
 
 def _churn(table: Table | None, device: int) -> tuple[int, int]:

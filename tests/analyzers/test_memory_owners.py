@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from trine.analyzers.reports import text
 from trine.analyzers.results import Analysis, Finding, MemorySummary
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies._memory_frees import freed
-from trine.analyzers.studies._memory_leaks import growing, median_slope
+from trine.analyzers.studies._memory_leaks import ends_by_gradients, growing, median_slope
 from trine.analyzers.studies.memory_owners import MemoryOwners, RankMemory, _step_ends
 from trine.record.loading import load
 from trine.record.model import HOST_KINDS, Rank, Strings, Table
@@ -222,6 +223,52 @@ def test_where_no_step_is_marked_the_optimizers_annotations_end_them() -> None:
     assert _step_ends(rank, rank, {}).tolist() == [95, 195]
     assert _step_ends(rank, rank, {"step_ends_ns": [7]}).tolist() == [7]
     assert _step_ends(Rank(0, "it", "kineto", strings), rank, {}).tolist() == []
+
+
+def exported(
+    path: Path, steps: int, kept: int, parts: int = 1, zeroed: bool = True, category: int = 7
+) -> Analysis:
+    """An exported timeline of training that keeps ``kept`` bytes a step, and nothing of whose steps is marked.
+    Gradients come in ``parts`` micro-batches; ``zeroed``: they are released at the end of a step."""
+    begin, rows = 1_700_000_000 * 10**9, [[-1, 1, 8 * MIB, 0]]
+    held = 0
+    for step in range(steps):
+        now = begin + step * 10**8
+        for part in range(parts):
+            rows.append([now + part * 10**6 + 1000, 2, 16 * MIB, 4])
+            if not held:
+                rows += [
+                    [now + part * 10**6 + 2000, 2, 4 * MIB, 5],
+                    [now + part * 10**6 + 3000, 2, 4 * MIB, 5],
+                ]
+                held = 8 * MIB
+            rows.append([now + part * 10**6 + 4000, 4, -16 * MIB, 4])
+        if zeroed:
+            rows += [[now + 5 * 10**7, 4, -4 * MIB, 5], [now + 6 * 10**7, 4, -4 * MIB, 5]]
+            held = 0
+        if kept:
+            rows.append([now + 9 * 10**7, 2, kept, category])
+    path.write_text(json.dumps(rows))
+    return analyze(load(path))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_of_a_timeline_alone_the_gradients_end_the_steps(tmp_path: Path, parts: int) -> None:
+    analysis = exported(tmp_path / "it.json", 9, 2 * MIB, parts)
+    assert first(analysis).steps == 9
+    (leak,) = first(analysis).leaks
+    assert (leak.owner, leak.category, leak.per_step_bytes) == (None, "unattributed", 2 * MIB)
+    assert "grows by 2.00 MiB a step" in findings(analysis)["memory-leak"].title
+    named = exported(tmp_path / "named.json", 9, 2 * MIB, parts, category=4)
+    assert "category activations" in findings(named)["memory-leak"].title
+    healthy = exported(tmp_path / "healthy.json", 9, 0, parts)
+    assert first(healthy).steps == 9 and healthy.findings == ()
+
+
+def test_gradients_that_stay_end_no_step(tmp_path: Path) -> None:
+    analysis = exported(tmp_path / "it.json", 9, 2 * MIB, zeroed=False)
+    assert first(analysis).steps == 0 and first(analysis).leaks == ()
+    assert ends_by_gradients(np.arange(3), np.zeros(3, dtype=np.int64)).tolist() == []
 
 
 def sampled(levels: list[float], kind: str = "device", steps: int = 80) -> Analysis:
