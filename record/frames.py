@@ -38,7 +38,8 @@ __all__ = [
     "read_frames_after",
 ]
 
-SCHEMA_VERSION = 1
+#: 2: regions, and frames that say where their strings begin.
+SCHEMA_VERSION = 2
 #: Names the format in ``run.json``, ``rank.json`` and the first frame of every file.
 SCHEMA = f"trine.record/{SCHEMA_VERSION}"
 

@@ -15,7 +15,7 @@ from record_rows import collective_rows, step_rows
 
 import trine
 from trine.record.errors import UnreadableInput
-from trine.record.frames import encode_frame
+from trine.record.frames import SCHEMA_VERSION, encode_frame
 from trine.record.readers import native
 from trine.record.store import RankWriter
 
@@ -98,16 +98,16 @@ def test_ranks_of_different_starts_are_not_mixed(tmp_path: Path, monkeypatch: py
 def test_a_newer_schema_is_refused_and_an_older_accepted(tmp_path: Path) -> None:
     _write(tmp_path / "run", ranks=1)
     path = tmp_path / "run" / "rank-00000" / "rank.json"
-    _change(path, schema="trine.record/2")
+    _change(path, schema=f"trine.record/{SCHEMA_VERSION + 1}")
     with pytest.raises(UnreadableInput, match=r"newer Trine .*update Trine"):
         native.open_job(tmp_path / "run")
-    _change(path, schema="trine.record/0")
+    _change(path, schema="trine.record/1")
     assert native.open_job(tmp_path / "run").rank(0).steps is not None
 
 
 def test_one_rank_of_a_newer_schema_is_left_out_and_noted(tmp_path: Path) -> None:
     _write(tmp_path / "run")
-    _change(tmp_path / "run" / "rank-00001" / "rank.json", schema="trine.record/2")
+    _change(tmp_path / "run" / "rank-00001" / "rank.json", schema=f"trine.record/{SCHEMA_VERSION + 1}")
     job = native.open_job(tmp_path / "run")
     assert (job.rank_ids, job.missing_ranks) == ((0,), (1,))
     assert "newer Trine" in job.quality[0].message
