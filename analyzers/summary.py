@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ def summarize(rank: Rank, selection: Selection) -> RankSummary:
     selected = select(rank, selection)
     breakdown, missing = break_down(rank, selection)
     quality = [*rank.quality, *(note for window in rank.windows for note in window.quality)]
+    if rank.format != "trine":
+        quality = [_with_use(note, selected.everything) for note in quality]
     if (unrecorded := about_unrecorded_device(rank, quality)) is not None:
         quality.append(unrecorded)
     collectives, before = _collectives(rank, selected, selection, quality)
@@ -185,6 +188,14 @@ def _is_timeline(rank: Rank) -> bool:
     """Whether the rank's source shows what happened when; dumps and snapshots show where things stood."""
     tables = (rank.device, rank.host, rank.collectives)
     return rank.format not in _HELD or any(table is not None for table in tables) or bool(rank.windows)
+
+
+def _with_use(note: Quality, everything: bool) -> Quality:
+    """What was done with device work that belongs to no step: the reader cannot know."""
+    if note.id != "no-launch-record":
+        return note
+    done = "they count, as the whole trace is taken" if everything else "they count only under --steps all"
+    return replace(note, message=f"{note.message}; {done}")
 
 
 def _say_what_is_missing(

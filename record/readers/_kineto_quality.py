@@ -213,7 +213,7 @@ def _of_the_device(rank: Rank) -> Iterator[_Note]:
     missing = int(np.count_nonzero(device["launch"] < 0))
     if missing:
         some = f"{missing:,} of {len(device):,} device events have no launch record"
-        why = f"{some}; they belong to no step and count only under --steps all"
+        why = f"{some}, so they belong to no step"
         yield "no-launch-record", _severity(missing, len(device)), why
     if host is not None and calls is not None:
         yield from _of_launches(device, host, calls)

@@ -65,6 +65,24 @@ def test_work_without_a_step_counts_only_under_all() -> None:
     assert select(rank, parse_selection("4:6")).holds(step).tolist() == [False, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("steps", "text", "counts"),
+    [(3, "complete", False), (3, "0:2", False), (3, "all", True), (1, "complete", True), (0, "complete", True)],
+)
+def test_the_note_on_missing_launches_says_what_was_done_with_that_work(
+    steps: int, text: str, counts: bool
+) -> None:
+    device = [(step * 100 + 10, step * 100 + 50, "compute", -1, step) for step in range(steps)]
+    device.append((60, 90, "compute", -1, MISSING))
+    rank = rank_of(device=device, steps=[(step, step * 100, step * 100 + 100) for step in range(steps)])
+    rank.note("no-launch-record", "info", "1 device event has no launch record, so it belongs to no step")
+    summary = summarize(rank, parse_selection(text))
+    (said,) = [note.message for note in summary.quality if note.id == "no-launch-record"]
+    assert said.endswith("the whole trace is taken" if counts else "only under --steps all")
+    assert summary.breakdown is not None
+    assert summary.breakdown.compute_ns % 40 == (30 if counts else 0)
+
+
 def test_where_nothing_has_a_launch_the_whole_trace_is_taken() -> None:
     """A trace of the device alone beside step marks of the host: an empty window would help nobody."""
     alone = [(10, 20, "compute", -1, MISSING), (150, 160, "communication", -1, MISSING)]
