@@ -272,6 +272,9 @@ def _collective(op: str, group: str, parts: list[Blame]) -> CollectiveResult:
             carried = int(part.calls.bytes.sum())
             total += carried
             bus += carried * bus_factor(op, part.calls.size or len(part.calls.ranks))
+    # A rank alone of a group of unknown size: how much went over links is not known.
+    sized = all(part.calls.size or len(part.calls.ranks) > 1 for part in parts)
+    stated = {part.calls.size for part in parts}
     labels = {part.calls.label for part in parts}
     seconds = transfer / 1e9
     return CollectiveResult(
@@ -283,9 +286,10 @@ def _collective(op: str, group: str, parts: list[Blame]) -> CollectiveResult:
         transfer_ns=transfer,
         wait_ns=sum(int(part.wait.sum()) for part in parts),
         algbw_bytes_per_s=total / seconds if known and seconds and total else None,
-        busbw_bytes_per_s=bus / seconds if known and seconds and total else None,
+        busbw_bytes_per_s=bus / seconds if known and sized and seconds and total else None,
         label=labels.pop() if len(labels) == 1 else None,
         caused_by=dict(sorted(caused.items(), key=lambda item: (-item[1], item[0]))),
+        group_size=stated.pop() if len(stated) == 1 else None,
     )
 
 

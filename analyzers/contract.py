@@ -173,6 +173,7 @@ def _collective(result: CollectiveResult) -> dict[str, Any]:
         "busbw_bytes_per_s": result.busbw_bytes_per_s,
         "label": result.label,
         "caused_by_ns": {str(rank): amount for rank, amount in result.caused_by.items()},
+        "group_size": result.group_size,
     }
 
 

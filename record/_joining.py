@@ -29,8 +29,11 @@ PRIMACY = ("trine", "kineto", "nsight", "pipeline_schedule", "memory_snapshot", 
 #: together: those of two sources say the same thing twice.
 _ADDED = ("steps", "microbatches", "samples", "segments", "flight_recorder", "memory")
 _OF_A_TRACE = ("device", "host", "collectives", "synchronizations", "edges")
-#: Records of one job lie closer than this; farther apart (ns) is worth a word.
+#: Records of one job mostly lie closer than this; farther apart (ns) is worth a word ...
 _APART_NS = 3600 * 10**9
+#: ... and farther than this they are not of one run. A trace of a run's start and a dump of its hang may well lie
+#: days apart.
+_OTHER_RUN_NS = 7 * 24 * 3600 * 10**9
 #: Categories that only a source knows which follows tensors through the program.
 _TOLD_CATEGORIES = ("parameters", "optimizer_state", "gradients", "activations")
 _MEMORY_WORDS = {
@@ -207,8 +210,9 @@ def _joined(rank: int, parts: list[tuple[str, RankSource]]) -> RankSource:
 
 def _add(rank: Rank, other: Rank) -> None:
     """Give ``rank`` what ``other`` has and it lacks."""
+    if _is_of_another_run(rank, other):
+        return
     rank.quality += other.quality
-    _say_when_apart(rank, other)
     traced = other.device is not None or other.host is not None
     if traced and rank.format == "trine":
         _add_window(rank, other)
@@ -308,20 +312,27 @@ def _groups(own: tuple[Group, ...], others: tuple[Group, ...]) -> tuple[Group, .
     return tuple(merged.values())
 
 
-def _say_when_apart(rank: Rank, other: Rank) -> None:
-    """Files of one folder may still be of two runs; their times tell."""
+def _is_of_another_run(rank: Rank, other: Rank) -> bool:
+    """Files of one folder may still be of two runs; their times tell, and it is said."""
     mine, theirs = _span(rank), _span(other)
     if mine is None or theirs is None:
-        return
+        return False
     apart = max(mine[0] - theirs[1], theirs[0] - mine[1])
     if apart > _APART_NS:
         # In whole days where it is days, so that all ranks say the same.
         hours = apart / 3.6e12
         words = f"{hours / 24:,.0f} days" if hours >= 48 else f"{hours:.0f} hours"
-        message = (
-            f"times of {other.format} lie about {words} from those of {rank.format}: are they of one run?"
-        )
+        if apart > _OTHER_RUN_NS:
+            message = (
+                f"several runs lie here: shown is that of the {rank.format} files; the {other.format} files lie about {words} "
+                "away and are left out; give them alone to see them"
+            )
+        else:
+            message = (
+                f"times of {other.format} lie about {words} from those of {rank.format}: are they of one run?"
+            )
         rank.note("times-apart", "warning", message)
+    return apart > _OTHER_RUN_NS
 
 
 def _span(rank: Rank) -> tuple[int, int] | None:

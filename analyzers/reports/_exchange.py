@@ -70,7 +70,7 @@ def _collectives(rows: Sequence[CollectiveResult], text: Words, most: int) -> Ta
     cells = tuple(
         (
             clean(row.op if row.label is None else f"{row.op} {row.label}"),
-            clean(f"{row.group} ({len(row.ranks)})"),
+            clean(f"{row.group} ({row.group_size or len(row.ranks)})".strip()),
             str(row.calls),
             "–" if row.bytes is None else size(row.bytes),
             duration(row.transfer_ns),

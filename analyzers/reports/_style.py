@@ -21,6 +21,7 @@ h2{font-size:18px;margin:40px 0 12px;font-weight:600}
 h3{font-size:15px;margin:18px 0 6px;font-weight:600;overflow-wrap:anywhere}
 p{margin:6px 0;overflow-wrap:anywhere}
 .quiet,.note,figcaption,summary,footer,.label{color:var(--quiet)}
+.notice{margin:0 0 6px;overflow-wrap:anywhere}
 .note{font-size:13px}
 nav{display:flex;flex-wrap:wrap;gap:4px 16px;margin:18px 0 0;padding:10px 0;border-bottom:1px solid var(--rule)}
 nav a{color:var(--quiet);text-decoration:none}nav a:hover{color:var(--ink)}

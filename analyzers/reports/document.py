@@ -50,10 +50,29 @@ def clean(text: object) -> str:
     return " ".join(plain.split())
 
 
+#: ``folder/file.py:12``, or ``folder/file.py(12)`` as the profiler writes it; the group is without folders.
+_PLACE = re.compile(r"(?:[^\s/<>]*/)*([^\s/<>]+\.py(?::\d+|\(\d+\)))")
+
+
+def _around(before: str, place: str, after: str, most: int) -> str:
+    """The place whole, as long as it fits, and of what stands around it as much as does, the function's name first."""
+    room = most - len(place)
+    if room < 0:
+        return f"…{place[len(place) - (most - 1) :]}" if most > 1 else "…"[:most]
+    after = after if len(after) <= room else f"{after[: room - 1]}…" if room > 2 else ""
+    room -= len(after)
+    before = before if len(before) <= room else f"{before[: room - 1]}…" if room > 2 else ""
+    return before + place + after
+
+
 def shorten(text: str, most: int) -> str:
-    """At most ``most`` characters; the middle goes, since kernel names differ at both ends."""
+    """At most ``most`` characters; the middle goes, since kernel names differ at both ends. Of a place in a program the
+    file's name and the line stay: ``model/layers.py:350 forward`` is ``layers.py:350 for…``, then ``…ers.py:350``."""
     if len(text) <= most:
         return text
+    place = _PLACE.search(text)
+    if place is not None:
+        return _around(text[: place.start()], place[1], text[place.end() :], most)
     head = (most - 1) * 2 // 3
     return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
@@ -219,7 +238,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The whole report. ``facts`` are the head's (label, value) pairs."""
+    """The whole report. ``facts`` are the head's (label, value) pairs, ``notices`` sentences right under the verdict."""
 
     title: str
     subtitle: str
@@ -231,3 +250,4 @@ class Document:
     sides: tuple[tuple[str, str], ...]  # side → "computation 88 %"
     sections: tuple[Section, ...]
     facts: tuple[tuple[str, str], ...] = field(default=())
+    notices: tuple[str, ...] = ()

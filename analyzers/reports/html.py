@@ -83,6 +83,7 @@ def _head(document: Document, text: Mapping[str, str], language: str) -> str:
         sides += f"<li>{escape(text['at_work'])}</li>"
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in document.facts)
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in document.sections)
+    notices = "".join(f'<p class="notice">{escape(notice)}</p>' for notice in document.notices)
     figure = _triangle(document, sides)
     confidence = f"{document.confidence}. {text['triangle_note']}" if figure else document.confidence
     return (
@@ -93,7 +94,7 @@ def _head(document: Document, text: Mapping[str, str], language: str) -> str:
         f"<title>{escape(document.title)}</title><style>{STYLE}</style></head><body><main>"
         f'<header class="{document.bound}">{figure}<div>'
         f'<p class="quiet">{escape(document.title)} · {escape(document.subtitle)}</p>'
-        f"<h1>{escape(document.verdict)}</h1>"
+        f"<h1>{escape(document.verdict)}</h1>{notices}"
         f'<p class="quiet">{escape(confidence)}</p>'
         f'<dl class="facts">{facts}</dl></div></header><nav>{links}</nav>'
     )

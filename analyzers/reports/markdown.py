@@ -77,6 +77,7 @@ def _head(document: Document, text: Mapping[str, str]) -> str:
     lines = [
         f"## {_escape(document.title)}",
         f"{mark} **{_escape(document.verdict)}**",
+        *(_escape(notice) for notice in document.notices),
         _escape(document.subtitle),
         f"{sides} {_escape(text['at_work'])} · {_escape(document.confidence)}"
         if sides

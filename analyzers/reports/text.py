@@ -116,6 +116,8 @@ class _Writer:
         style = {"fault": COLOURS["fault"], "healthy": COLOURS["memory"], "unknown": "dim"}[document.bound]
         self.line((f"▲ {document.subtitle}", "dim"))
         self.wrapped(document.verdict, style=f"bold {style}" if document.bound != "unknown" else "bold")
+        for notice in document.notices:
+            self.wrapped(notice)
         parts: list[str | tuple[str, str]] = []
         for side, words_of_side in document.sides:
             parts += [("● ", COLOURS[side]), words_of_side + "  "]
@@ -216,7 +218,10 @@ class _Writer:
         self.line((series.title, "underline"))
         word = printer(series.unit)
         lead = _lead(label for label, _ in series.lines[:8])
-        shown = [(label, _sampled([y for _, y in points], self.width - 30 - lead)) for label, points in series.lines[:8]]
+        shown = [
+            (label, _sampled([y for _, y in points], self.width - 30 - lead))
+            for label, points in series.lines[:8]
+        ]
         # One scale for all lines: what looks higher is more.
         least = min((min(values) for _, values in shown), default=0.0)
         most = max((max(values) for _, values in shown), default=0.0)

@@ -185,7 +185,8 @@ class OperationCosts:
 class GroupCosts:
     """What communication of one kind costs.
 
-    ``calls`` counts what all ranks recorded. ``transfer_ns`` and ``wait_ns`` are means over the ranks that
+    ``calls`` counts a collective once, however many ranks it has, as the table of collectives does: those matched,
+    else, of ranks that could not be matched, what the rank that recorded most did. ``transfer_ns`` and ``wait_ns`` are means over the ranks that
     matched calls, ``exposed_ns`` the mean over ranks with a breakdown; ``exposed_share`` is of their windows.
     ``None`` is what the data cannot say: waits of one rank alone, exposure without kernels or operators.
     """
@@ -258,13 +259,15 @@ def _costs(
     whole: Whole,
 ) -> GroupCosts | None:
     """What a kind costs; ``None`` where no call is of it."""
-    ids, calls, ranks = set(), 0, set()
+    ids, ranks = set(), set()
+    recorded: Counter[int] = Counter()
     for rank, part in parts.items():
         for group, operation, count in part.counts:
             if _kind(kinds, group, peer=operation in _PEER) == kind:
                 ids.add(group)
-                calls += count
+                recorded[rank] += count
                 ranks.add(rank)
+    calls = sum(len(blame.transfer) for blame in blames) or max(recorded.values(), default=0)
     if not calls:
         return None
     members = {(group.id, group.ranks) for group in groups if group.id in ids and group.ranks}

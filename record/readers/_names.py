@@ -13,10 +13,11 @@ What the content of a file states always counts more; readers ask here only wher
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
-__all__ = ["MOST_RANKS", "natural", "rank_of_name", "ranks_of_names"]
+__all__ = ["MOST_RANKS", "natural", "rank_of_name", "ranks_of_names", "short_names"]
 
 #: No job has more ranks. A damaged world size must not have a reader count to it.
 MOST_RANKS = 1_000_000
@@ -90,6 +91,19 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 
 # --- the ways of writing it, most certain first -------------------------------------------------
+
+
+def short_names(names: Sequence[str], among: Sequence[str], most: int = 4) -> str:
+    """``rank0.json, rank1.json and 6 more``: without folders, but where two of ``among`` would be called alike."""
+    names = sorted(names, key=natural)
+    times = Counter(_parts(name, 1) for name in among)
+    shown = [_parts(name, 1 if times[_parts(name, 1)] < 2 else 2) for name in names[:most]]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _parts(name: str, count: int) -> str:
+    """The last parts of a path."""
+    return "/".join(name.replace("\\", "/").split("/")[-count:])
 
 
 def _stated(part: str) -> int | None:

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import UnreadableInput
 from ..model import MISSING, Job, Quality, Rank, RankSource, Strings, Table
 from ._kineto_tables import launches, mark_blocking_copies, step_of
-from ._names import natural, ranks_of_names
+from ._names import natural, ranks_of_names, short_names
 from ._nsight_collectives import GroupRanks, collectives_of
 from ._nsight_database import MAGIC, Database, constant, opened
 from ._nsight_facts import describe, say_what_was_odd, zero_ns
@@ -115,10 +115,11 @@ def _one_run(found: list[FoundExport], notes: list[Quality]) -> list[FoundExport
             runs.append([each])
     best = max(runs, key=lambda run: (sum(len(one.places) for one in run), sum(one.size for one in run)))
     if len(runs) > 1:
-        others = len(found) - len(best)
+        names = [str(each.path) for each in found]
+        others = [str(each.path) for each in found if each not in best]
         text = (
-            f"{len(runs)} runs lie together (their times differ); the largest, from {best[0].path.name} on, is analysed,"
-            f" and other exports are left out ({others}); name the files of another to see it"
+            f"several runs lie here ({len(runs)}, by their times): shown is {short_names([str(one.path) for one in best], names, 2)}; "
+            f"left out {'is' if len(others) == 1 else 'are'} {len(others)}: {short_names(others, names)}; give one of them alone to see it"
         )
         notes.append(Quality("mixed-runs", "warning", text))
     return sorted(best, key=lambda one: natural(str(one.path)))

@@ -153,7 +153,7 @@ def test_costs_of_each_kind() -> None:
     found = costs(job_of(*(layout(rank) for rank in range(4))))
     assert set(found) == {"tensor", "data"}
     tensor, data = found["tensor"], found["data"]
-    assert (tensor.groups, tensor.sizes, tensor.ranks, tensor.calls) == (2, (2,), 4, 4)
+    assert (tensor.groups, tensor.sizes, tensor.ranks, tensor.calls) == (2, (2,), 4, 2)
     # Transfers of ranks 0 and 1: 10 ms; of 2 and 3: 6 ms, for which rank 2 waits 4 ms.
     assert (tensor.transfer_ns, tensor.wait_ns) == (8 * MS, 1 * MS)
     assert [(late.rank, late.caused_wait_ns, late.lateness_ns) for late in tensor.late] == [

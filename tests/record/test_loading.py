@@ -157,7 +157,9 @@ def test_two_worlds_in_one_folder(tmp_path: Path) -> None:
         written(tmp_path / f"two_{rank}.json", small(rank, 2))
     job = trine.load(tmp_path)
     assert (job.rank_ids, job.world_size) == ((0, 1, 2, 3), 4)
-    assert "2 files are left out" in message(job, "mixed-runs")
+    assert "shown is four_0.json, four_1.json and 2 more; left out are 2: two_0.json, two_1.json" in message(
+        job, "mixed-runs"
+    )
 
 
 def test_several_windows_of_one_run(tmp_path: Path) -> None:
@@ -167,7 +169,9 @@ def test_several_windows_of_one_run(tmp_path: Path) -> None:
     job = trine.load(tmp_path)
     assert job.rank_ids == (0, 1, 2)
     assert {source.path.parent.name for source in job.sources} == {"w1"}
-    assert "4 files are left out" in message(job, "mixed-runs")
+    assert "shown is w1/r0.json, w1/r1.json and 1 more; left out are 4: w0/r0.json" in message(
+        job, "mixed-runs"
+    )
 
 
 def test_runs_of_different_days(tmp_path: Path) -> None:

@@ -312,6 +312,15 @@ def test_files_of_other_days_are_doubted(tmp_path: Path) -> None:
     assert any(note.id == "times-apart" and "30 hours" in note.message for note in rank.quality)
 
 
+def test_files_of_other_weeks_are_of_another_run(tmp_path: Path) -> None:
+    traces(tmp_path, world=1)
+    dump(tmp_path / "fr_rank_0.json", world=1, created_ns=START_NS + 30 * 24 * 3600 * 10**9)
+    rank = trine.load(tmp_path).rank(0)
+    assert rank.flight_recorder is None and rank.host is not None
+    note = next(note for note in rank.quality if note.id == "times-apart")
+    assert "several runs lie here" in note.message and "30 days" in note.message
+
+
 def test_sources_of_several_parts_travel_to_other_processes(tmp_path: Path) -> None:
     traces(tmp_path, world=1)
     dump(tmp_path / "fr_rank_0.json", world=1)
@@ -366,6 +375,16 @@ def test_an_archive_of_dumps_alone_is_cleaned_up(tmp_path: Path) -> None:
 # --- real files ---------------------------------------------------------------------------------
 
 
+def _at(snapshot: bytes, time_us: int) -> bytes:
+    """A snapshot as if its history began at ``time_us``: files of other months are of another run."""
+    content = pickle.loads(snapshot)
+    history = [entry for entries in content["device_traces"] for entry in entries]
+    first = min(entry["time_us"] for entry in history)
+    for entry in history:
+        entry["time_us"] += time_us - first
+    return pickle.dumps(content)
+
+
 def test_real_traces_dumps_and_a_snapshot_are_one_job(data: Path, tmp_path: Path) -> None:
     """Each study finds its own: the breakdown in the traces, the culprit in the dumps, the peak in the snapshot."""
     found = data / "traces"
@@ -375,7 +394,8 @@ def test_real_traces_dumps_and_a_snapshot_are_one_job(data: Path, tmp_path: Path
     ]:
         shutil.copy(path, tmp_path)
     snapshot_file = found / "memory_snapshot/medium_128_training_memory_snapshot.pickle"
-    shutil.copy(snapshot_file, tmp_path / "rank2_snapshot.pickle")
+    begun_us = int(trine.load(tmp_path).rank(2).host["start_ns"].min()) // 1000
+    (tmp_path / "rank2_snapshot.pickle").write_bytes(_at(snapshot_file.read_bytes(), begun_us))
     job = trine.load(tmp_path)
     assert (job.rank_ids, job.world_size, job.format) == ((0, 1, 2, 3), 4, "kineto")
     result: dict[str, Any] = to_json(trine.analyze(job))

@@ -346,7 +346,7 @@ def test_reports_of_different_times_are_different_runs(tmp_path: Path) -> None:
         start_ns=SESSION_NS + 86_400 * 10**9,
     )
     job = trine.load(tmp_path)
-    assert job.rank_ids == (0, 1) and "2 runs lie together" in notes(job)["mixed-runs"]
+    assert job.rank_ids == (0, 1) and "left out is 1: tuesday.sqlite" in notes(job)["mixed-runs"]
     assert {Path(source.path).name for source in job.sources} == {"monday.sqlite"}
 
 

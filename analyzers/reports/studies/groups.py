@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from trine.analyzers.reports.document import Block, Column, Paragraph, Section, Table, clean
 from trine.analyzers.results import Analysis
-from trine.analyzers.studies.groups import GroupCosts, GroupsResult
+from trine.analyzers.studies.groups import GroupCosts, GroupsResult, LateRank
 from trine.analyzers.units import duration, percent, rate
 
 __all__ = ["ORDER", "section"]
 
 ORDER = 32
+
+#: A rank that caused this share of the waits is named.
+CAUSED_SHARE = 0.1
 
 _NAMES = {
     "data": "data",
@@ -28,7 +31,7 @@ def section(result: GroupsResult, analysis: Analysis, most_rows: int) -> Section
     if not kinds or (len(kinds) == 1 and kinds[0].kind == "unknown"):
         return None
     blocks: list[Block] = [_table(kinds)]
-    late = [_sentence(costs) for costs in kinds if costs.late]
+    late = [text for costs in kinds for text in _sentences(costs)]
     blocks += [Paragraph(text) for text in late[:most_rows]]
     return Section("groups", "Communication by group", tuple(blocks))
 
@@ -65,11 +68,18 @@ def _row(costs: GroupCosts) -> tuple[str, ...]:
     )
 
 
-def _sentence(costs: GroupCosts) -> str:
-    first = costs.late[0]
-    doing = f", {first.doing.replace('_', ' ')}" if first.doing not in (None, "unknown") else ""
-    example = f" ({clean(first.example)})" if first.example and doing else ""
+def _sentences(costs: GroupCosts) -> list[str]:
+    """One for each rank that caused a fair share of the kind's waits, the first in any case."""
+    whole = sum(one.caused_wait_ns for one in costs.late)
+    named = [one for one in costs.late if one.caused_wait_ns >= CAUSED_SHARE * whole] or list(costs.late[:1])
+    return [_sentence(costs, one, whole) for one in named]
+
+
+def _sentence(costs: GroupCosts, late: LateRank, whole_ns: int) -> str:
+    doing = f", {late.doing.replace('_', ' ')}" if late.doing not in (None, "unknown") else ""
+    example = f" ({clean(late.example)})" if late.example and doing else ""
+    share = percent(late.caused_wait_ns / whole_ns) if whole_ns else "0 %"
     return (
-        f"{_NAMES[costs.kind].capitalize()}: the others waited {duration(first.caused_wait_ns)} in all for rank "
-        f"{first.rank}, which entered {first.last_in} calls last{doing}{example}."
+        f"{_NAMES[costs.kind].capitalize()}: the others waited {duration(late.caused_wait_ns)} ({share}) in all for rank "
+        f"{late.rank}, which entered {late.last_in} calls last{doing}{example}."
     )
