@@ -62,6 +62,9 @@ def match_collectives(
     codes: dict[str, int] = {}
     lines: dict[GroupKey, list[Line]] = defaultdict(list)
     known = memberships(summaries)
+    sizes = {len(ranks) for members in known.values() for ranks in members}
+    # Where all groups that are known are of one size, so is the one that a call does not name.
+    usual = sizes.pop() if len(sizes) == 1 else None
     for summary in summaries:
         if summary.collectives is not None and len(summary.collectives):
             for key, line in lines_of(summary, known, codes):
@@ -79,7 +82,7 @@ def match_collectives(
             cut, notes = members, []
         quality += notes
         if cut and len(cut[0].rows):
-            calls, notes = _calls_of(key, cut, names)
+            calls, notes = _calls_of(key, cut, names, usual)
             quality += notes
             (matched if len(cut) > 1 else alone).extend(calls)
     quality += _silent_members(lines, {summary.rank for summary in summaries})
@@ -129,8 +132,10 @@ def _meet(calls: Calls) -> bool:
     return share((start + offset).max(axis=1) <= (end + offset).min(axis=1)) > 0.5
 
 
-def _calls_of(key: GroupKey, lines: list[Line], names: list[str]) -> tuple[list[Calls], list[Quality]]:
-    """Matched lines as calls, one :class:`Calls` an operation."""
+def _calls_of(
+    key: GroupKey, lines: list[Line], names: list[str], usual: int | None
+) -> tuple[list[Calls], list[Quality]]:
+    """Matched lines as calls, one :class:`Calls` an operation; ``usual`` is the size of a group that is not named."""
     operation = np.stack([line.operation for line in lines], axis=1)
     same = (operation == operation[:, :1]).all(axis=1)
     quality: list[Quality] = []
@@ -153,7 +158,7 @@ def _calls_of(key: GroupKey, lines: list[Line], names: list[str]) -> tuple[list[
         name = names[int(code)]
         chosen = same & (operation[:, 0] == code)
         pattern: Pattern = "pair" if key.peers else pattern_of(name)
-        group_size = 2 if key.peers else len(key.ranks) if key.ranks else None
+        group_size = 2 if key.peers else len(key.ranks) if key.ranks else None if key.id else usual
         part = Calls(
             operation=name,
             pattern=pattern,

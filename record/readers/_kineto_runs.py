@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import UnreadableInput
 from ..model import Job, Quality, Rank, RankSource
 from ._kineto_files import FoundTrace, found_in
-from ._names import natural, rank_of_name, ranks_of_names
+from ._names import natural, rank_of_name, ranks_of_names, short_names
 from ._strangers import name_of
 
 __all__ = ["job_of_paths", "say_what_is_missing"]
@@ -93,14 +93,16 @@ def _one_run(found: list[FoundTrace], notes: list[Quality]) -> list[FoundTrace]:
         groups, key=lambda group: (len(group), sum(each.size for each in group), group[0].start_ns or 0)
     )
     if len(groups) > 1:
-        left = len(found) - len(best)
+        names = [each.name for each in found]
+        left = [each.name for each in found if each not in best]
         why = "world sizes" if len(by_world) > 1 else "times"
         notes.append(
             Quality(
                 "mixed-runs",
                 "warning",
-                f"{len(groups)} runs or windows lie together (their {why} differ); the largest, {len(best)} files from "
-                f"{best[0].name} on, is analysed and {left} files are left out; name the files of another to see it",
+                f"several runs lie here ({len(groups)}, by their {why}): shown is "
+                f"{short_names([each.name for each in best], names, 2)}; left out {'is' if len(left) == 1 else 'are'} "
+                f"{len(left)}: {short_names(left, names)}; give the files of one run alone to see it",
             )
         )
     return best
