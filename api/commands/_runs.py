@@ -22,6 +22,7 @@ __all__ = [
     "json_text",
     "load_runs",
     "progress_wanted",
+    "refuse_overwriting",
     "refuse_repeats",
     "write_output",
 ]
@@ -137,6 +138,15 @@ def write_output(text: str, output: Path | None) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror or error}") from None
     print(f"Wrote {output}", file=sys.stderr)
+
+
+def refuse_overwriting(output: Path | None, inputs: Iterable[str | Path]) -> None:
+    """Raises ``UsageError`` when a report would replace what it is made of."""
+    if output is None or not output.exists():
+        return
+    for path in map(Path, inputs):
+        if path.exists() and path.samefile(output) and not path.is_dir():
+            raise UsageError(f"{output} is what is read, and a report would replace it; name another file")
 
 
 def refuse_repeats(sides: Sequence[Sequence[str]]) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from trine.record.errors import UsageError
 
-from ._runs import form_of, json_text, progress_wanted, write_output
+from ._runs import form_of, json_text, progress_wanted, refuse_overwriting, write_output
 
 if TYPE_CHECKING:
     from trine.analyzers.results import Analysis
@@ -37,7 +37,12 @@ CONVENTIONS = ("counted", "palm", "megatron", "narayanan", "6n")
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``trine analyze``."""
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="a record, traces, snapshots, dumps or a folder or URL of them; several make one job")
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a record, traces, snapshots, dumps or a folder or URL of them; several make one job",
+    )
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -89,8 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
             f"cannot write {arguments.output}: there is no folder {arguments.output.parent}; create it first"
         )
     paths = arguments.paths
+    refuse_overwriting(arguments.output, paths)
+    job = load(paths[0] if len(paths) == 1 else paths)
+    refuse_overwriting(arguments.output, (source.path for source in job.sources))
     analysis = analyze(
-        load(paths[0] if len(paths) == 1 else paths),
+        job,
         steps=arguments.steps,
         workers=arguments.workers,
         progress=progress_wanted(),

@@ -20,7 +20,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trine.commands._runs import add_comparison_options, load_runs, refuse_repeats, write_output
+from trine.commands._runs import (
+    add_comparison_options,
+    load_runs,
+    refuse_overwriting,
+    refuse_repeats,
+    write_output,
+)
 from trine.record.errors import NotComparable, UnreadableInput, UsageError
 
 if TYPE_CHECKING:
@@ -98,6 +104,8 @@ def _require_baseline(arguments: argparse.Namespace) -> None:
                 f" trine check {' '.join(arguments.runs)} --write-baseline {path}"
             )
     refuse_repeats((arguments.runs, arguments.baseline or ()))
+    for output in (arguments.output, arguments.junit):
+        refuse_overwriting(output, (*arguments.runs, *(arguments.baseline or ()), arguments.budget or ""))
 
 
 def _write_baseline(arguments: argparse.Namespace) -> int:
@@ -108,6 +116,7 @@ def _write_baseline(arguments: argparse.Namespace) -> int:
             "--write-baseline stands alone; check against --baseline or --budget in another call"
         )
     refuse_repeats((arguments.runs,))
+    refuse_overwriting(arguments.write_baseline, arguments.runs)
     runs: list[RunFacts] = load_runs(arguments.runs, arguments.steps)
     write_baseline(arguments.write_baseline, runs, _commit(), arguments.min_steps)
     steps = sum(len(facts.step_ns) for facts in runs)

@@ -24,6 +24,7 @@ from trine.commands._runs import (
     add_comparison_options,
     form_of,
     load_runs,
+    refuse_overwriting,
     refuse_repeats,
     write_output,
 )
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trine.analyzers.reports import comparison as report
 
     refuse_repeats((arguments.runs, arguments.against))
+    refuse_overwriting(arguments.output, (*arguments.runs, *arguments.against))
     result = compare(
         load_runs(arguments.runs, arguments.steps),
         load_runs(arguments.against, arguments.steps),

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._runs import FORMAT_HELP, form_of, load_runs, refuse_repeats, write_output
+from ._runs import FORMAT_HELP, form_of, load_runs, refuse_overwriting, refuse_repeats, write_output
 
 if TYPE_CHECKING:
     from trine.analyzers.scaling import ScalingResult
@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trine.analyzers.scaling import scale
 
     refuse_repeats((arguments.runs,))
+    refuse_overwriting(arguments.output, arguments.runs)
     result = scale(
         load_runs(arguments.runs, arguments.steps),
         mode=arguments.mode,

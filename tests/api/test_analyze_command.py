@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from trace_builders import small, written
 
 from trine.cli import main
 
@@ -137,3 +138,25 @@ def test_a_pipe_that_closes_and_a_terminal_without_bars(traces: Path) -> None:
     )
     assert answer.stdout.startswith("? 4 ranks")
     assert "Traceback" not in answer.stderr and answer.stderr == ""
+
+
+def test_a_report_does_not_replace_what_it_is_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [written(tmp_path / f"run/rank{rank}.json", small(rank, 2)) for rank in range(2)]
+    (tmp_path / "link.json").symlink_to(paths[0])
+    before = [path.read_bytes() for path in paths]
+    for command in (
+        ["analyze", *paths, "-o", paths[1]],
+        ["analyze", tmp_path / "run", "-o", paths[0]],
+        ["analyze", paths[0], "-o", tmp_path / "link.json"],
+        ["compare", paths[0], "--against", paths[1], "-o", paths[1]],
+        ["scaling", *paths, "-o", paths[0]],
+        ["check", paths[0], "--baseline", paths[1], "--junit", paths[0]],
+        ["check", paths[0], "--write-baseline", paths[0]],
+    ):
+        assert main([*map(str, command)]) == 2
+        assert "a report would replace it" in capsys.readouterr().err
+    assert [path.read_bytes() for path in paths] == before
+    assert analyze(tmp_path / "run", "-o", tmp_path / "run/report.json") == 0
+    assert analyze(tmp_path / "run", "-o", tmp_path / "run/report.json") == 0
