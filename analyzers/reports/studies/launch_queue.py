@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trine.analyzers.reports._cells import right, share
 from trine.analyzers.reports.document import Block, Paragraph, Section, Table
 from trine.analyzers.results import Analysis
 from trine.analyzers.studies.launch_queue import LaunchQueue, QueuePart, RankQueue
-from trine.analyzers.units import duration, percent
+from trine.analyzers.units import count, duration, percent
 
 __all__ = ["ORDER", "section"]
 
@@ -44,10 +46,24 @@ def _summary(result: LaunchQueue, queue: QueuePart) -> str:
 def _table(result: LaunchQueue, most_rows: int) -> Table:
     shown = result.ranks[:most_rows]
     columns = right("rank", "starved", "last one runs", "fed", "launch to start", "slowest tenth", "deepest")
-    left_out = result.ranks_left_out + len(result.ranks) - len(shown)
-    return Table(
-        columns, tuple(_row(one) for one in shown), note=f"{left_out} more ranks" if left_out else ""
+    return Table(columns, tuple(_row(one) for one in shown), note=_note(result, shown))
+
+
+def _note(result: LaunchQueue, shown: Sequence[RankQueue]) -> str:
+    """What the three parts sum to: less than the breakdown's window where work at its ends has no known launch."""
+    first = shown[0]
+    of = f"rank {first.rank}'s " if len(shown) > 1 else ""
+    text = (
+        f"Starved, last one and fed sum to the time from the first to the last work whose launch is known, {of}"
+        f"{duration(first.queue.window_ns)}."
     )
+    lost = first.queue.without_launch
+    if lost:
+        text += (
+            f" {count(lost)} of {count(lost + first.queue.work)} pieces of work have none and are left out."
+        )
+    left_out = result.ranks_left_out + len(result.ranks) - len(shown)
+    return f"{text} {left_out} more ranks." if left_out else text
 
 
 def _row(one: RankQueue) -> tuple[str, ...]:

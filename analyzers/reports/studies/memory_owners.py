@@ -32,6 +32,17 @@ _ROLES = {
 }
 
 
+_SNAPSHOT = (
+    "A memory snapshot names the lines of the program: torch.cuda.memory._record_memory_history(), later "
+    "torch.cuda.memory._dump_snapshot(file)."
+)
+_WITHOUT_OWNERS = f"Who asked for this memory the source does not say. {_SNAPSHOT}"
+_TIMELINE_ALONE = (
+    "Who asked for this memory an exported timeline does not say: it holds categories and sizes alone. "
+    f"{_SNAPSHOT} The trace that was taken with profile_memory=True, beside it, names operators."
+)
+
+
 def section(result: MemoryOwners, analysis: Analysis, most_rows: int) -> Section | None:
     """The rank with the highest peak in full; what grows or failed on any of them."""
     if not result.ranks:
@@ -41,6 +52,9 @@ def section(result: MemoryOwners, analysis: Analysis, most_rows: int) -> Section
     blocks.append(_timeline(first))
     if any(owned.count for owned in first.owners):  # else the source knows categories alone
         blocks.append(_owners(first, most_rows))
+    else:
+        is_timeline = "memory_timeline" in (analysis.source.format, *analysis.source.formats)
+        blocks.append(Paragraph(_TIMELINE_ALONE if is_timeline else _WITHOUT_OWNERS))
     if first.fragmentation is not None:
         blocks += _fragmentation(first, first.fragmentation)
     blocks += [block for part in result.ranks for block in _troubles(part)]

@@ -22,22 +22,25 @@ def section(result: Modules, analysis: Analysis, most_rows: int) -> Section | No
     if result.attributed_ns < _LEAST_SHARE * result.total_ns:
         return None
     most = min(most_rows, _MOST)
+    named = "module" if result.named_by == "module" else "annotation"
+    # Annotations of one name are one, however often they ran: as a number of instances that would read as "once".
+    several = named == "module" or any(row.instances > 1 for row in result.rows[:most])
     cells = tuple(
         (
             clean(row.path),
-            count(row.instances),
+            *((count(row.instances),) if several else ()),
             share(row.ns, result.total_ns),
             duration(row.forward_ns),
             duration(row.backward_ns),
             percent(row.self_ns / max(result.total_ns, 1)),
-            duration(row.longest[1]),
+            *((duration(row.longest[1]),) if several else ()),
         )
         for row in result.rows[:most]
     )
-    named = "module" if result.named_by == "module" else "annotation"
     columns = (
         left(named, flexible=True),
-        *right("instances", "time", "forward", "backward", "itself", "longest one"),
+        *right(*(("instances",) if several else ()), "time", "forward", "backward", "itself"),
+        *right(*(("longest one",) if several else ())),
     )
     lacking = result.total_ns - result.attributed_ns
     note = f"{share(lacking, result.total_ns)} of the work lies in none." if lacking > 0 else ""
