@@ -239,6 +239,25 @@ def test_shortened_text_keeps_both_ends(value: str, most: int) -> None:
         assert short[0] == value[0] and short[-1] == value[-1]
 
 
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (36, "qwen2/modeling_qwen2.py:350 forward"),
+        (30, "modeling_qwen2.py:350 forward"),
+        (26, "modeling_qwen2.py:350 for…"),
+        (22, "modeling_qwen2.py:350"),
+        (12, "…wen2.py:350"),
+    ],
+)
+def test_a_place_in_a_program_keeps_its_file_and_line(most: int, expected: str) -> None:
+    assert shorten("qwen2/modeling_qwen2.py:350 forward", most) == expected
+
+
+@given(st.text(max_size=40), st.text(max_size=40), st.integers(0, 100))
+def test_shortened_places_fit(before: str, after: str, most: int) -> None:
+    assert len(shorten(f"{before} a/b_c.py(12){after}", most)) <= most
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.text(max_size=80))
 def test_any_name_renders_in_every_form(name: str) -> None:
