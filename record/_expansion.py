@@ -40,6 +40,8 @@ class Workspace:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        #: What lies in it → what the user knows it as (``job.tar:member`` of what came out of an archive).
+        self.names: dict[str, str] = {}
 
     @property
     def folder(self) -> Path:
@@ -184,7 +186,9 @@ def unpacked(path: Path, workspace: Workspace, notes: list[Quality]) -> Iterator
                 if inner is None or not _may_be_something_else(parts[-1], inflated(head)):
                     continue
                 workspace.room_for(info.size, f"{path}:{info.name}")
-                place = place or workspace.new(path.name)
+                if place is None:
+                    place = workspace.new(path.name)
+                    workspace.names[f"{place}/"] = f"{path}:"
                 target = place.joinpath(*parts)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _write(target, head, inner)

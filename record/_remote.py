@@ -7,7 +7,7 @@ job. What no reader could want (weights, code, pictures) is not fetched, and the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from ._expansion import Workspace
 from .errors import TrineError, UnreadableInput, UsageError
 from .model import Job, Quality, Rank, RankSource
 
-__all__ = ["Fetched", "as_local", "fetch", "is_url", "renamed"]
+__all__ = ["Fetched", "as_local", "called", "fetch", "is_url", "renamed"]
 
 _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+(?:::[^/]*)?://|^[a-z0-9]+::")
 _DEEPEST = 5
@@ -203,41 +203,37 @@ def _line(error: Exception) -> str:
 # --- names -------------------------------------------------------------------------------------
 
 
-def renamed(job: Job, fetched: Sequence[Fetched]) -> Job:
-    """The job with URLs wherever it names fetched files."""
-    names = {str(one.path): one.url.rstrip("/") for one in fetched}
+def called(text: str, names: Mapping[str, str]) -> str:
+    """A text with every temporary path in it called by what the user knows it as; ``names`` in the order to apply them."""
+    for path, known in names.items():
+        text = text.replace(path, known)
+    return text
 
-    def called(text: str) -> str:
-        for path, url in names.items():
-            text = text.replace(path, url)
-        return text
+
+def renamed(job: Job, names: Mapping[str, str]) -> Job:
+    """The job with URLs and archives' names wherever it names files that were fetched or unpacked."""
 
     sources = tuple(
-        replace(source, read=_Renamed(source.read, tuple(names.items())), label=called(source.name))
+        replace(source, read=_Renamed(source.read, dict(names)), label=called(source.name, names))
         for source in job.sources
     )
-    quality = [replace(note, message=called(note.message)) for note in job.quality]
-    return replace(job, sources=sources, quality=quality, name=called(str(job.path)))
+    quality = [replace(note, message=called(note.message, names)) for note in job.quality]
+    return replace(job, sources=sources, quality=quality, name=called(str(job.path), names))
 
 
 @dataclass(frozen=True, slots=True)
 class _Renamed:
-    """Reads a source and calls its files by their URLs, in errors as well."""
+    """Reads a source and calls its files by what the user knows them as, in errors as well."""
 
     read: Any
-    names: tuple[tuple[str, str], ...]
+    names: Mapping[str, str]
 
     def __call__(self, source: RankSource) -> Rank:
         try:
             rank: Rank = self.read(source)
         except TrineError as error:
-            raise type(error)(self._called(str(error))) from None
+            raise type(error)(called(str(error), self.names)) from None
         for one in (rank, *rank.windows):
-            one.source = self._called(one.source)
-            one.quality = [replace(note, message=self._called(note.message)) for note in one.quality]
+            one.source = called(one.source, self.names)
+            one.quality = [replace(note, message=called(note.message, self.names)) for note in one.quality]
         return rank
-
-    def _called(self, text: str) -> str:
-        for path, url in self.names:
-            text = text.replace(path, url)
-        return text

@@ -20,7 +20,7 @@ from typing import Protocol, cast
 from . import readers
 from ._expansion import ARCHIVE_NAMES, Workspace, head_of, unpacked, walk
 from ._joining import PRIMACY, join_jobs
-from ._remote import Fetched, as_local, fetch, is_url, renamed
+from ._remote import Fetched, as_local, called, fetch, is_url, renamed
 from .errors import UnreadableInput, UsageError
 from .model import Job, Quality
 from .readers._strangers import name_of, unread_files
@@ -64,19 +64,18 @@ def load(path: str | Path | Sequence[str | Path]) -> Job:
     try:
         job = _load(paths, workspace)
     except (UnreadableInput, UsageError) as error:
-        raise type(error)(_called(str(error), fetched)) from None
+        raise type(error)(called(str(error), _names(workspace, fetched))) from None
     if workspace.used:
         job = replace(job, keep=[each for each in (job.keep, workspace) if each is not None])
-    if fetched:
-        job = renamed(job, fetched)
+    if names := _names(workspace, fetched):
+        job = renamed(job, names)
         job.quality += [note for one in fetched for note in one.notes]
     return job
 
 
-def _called(message: str, fetched: Sequence[Fetched]) -> str:
-    for one in fetched:
-        message = message.replace(str(one.path), one.url)
-    return message
+def _names(workspace: Workspace, fetched: Sequence[Fetched]) -> dict[str, str]:
+    """Temporary paths → what the user knows them as; an archive's members first, since it may have been fetched."""
+    return {**workspace.names, **{str(one.path): one.url.rstrip("/") for one in fetched}}
 
 
 # --- paths -------------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ def _load(paths: list[Path], workspace: Workspace) -> Job:
         claims.add(path)
     formats = claims.formats()
     if not formats:
-        raise UnreadableInput(_refusal(paths[0]))
+        raise UnreadableInput(_refusal(paths[0]) if len(paths) == 1 else _refusals(paths))
     origin = _origin(paths)
     records = claims.of[_RECORD]
     if len(records) > 1:
@@ -253,7 +252,7 @@ def _load(paths: list[Path], workspace: Workspace) -> Job:
         claims.notes = [note for note in claims.notes if note.id != "damaged-archive"]  # the reader says it
     else:
         job = _mixed(formats, claims, origin)
-    unread = unread_files(claims.left, origin)
+    unread = unread_files(claims.left, origin, given=paths)
     return replace(job, quality=[*job.quality, *claims.notes, *unread])
 
 
@@ -308,6 +307,23 @@ def _about_refused(format: str, paths: list[Path], error: str) -> Iterator[Quali
     for path in paths:
         if path not in archives:
             yield Quality("not-a-trace", "info", f"{path} is not a trace and was left out")
+
+
+#: Paths of which a refusal of several says what each is.
+_MOST_REFUSED = 4
+
+
+def _refusals(paths: Sequence[Path]) -> str:
+    """Why nothing at several paths can be read: what each of the first is."""
+    said = []
+    for path in paths[:_MOST_REFUSED]:
+        stranger = name_of(path)
+        empty = path.is_file() and path.stat().st_size == 0
+        said.append(
+            f"{path} {f'is {stranger}' if stranger else 'is empty' if empty else 'is in no known format'}"
+        )
+    more = f"; {len(paths) - _MOST_REFUSED} more" if len(paths) > _MOST_REFUSED else ""
+    return f"none of the {len(paths)} paths can be read ({'; '.join(said)}{more}); known formats: {', '.join(_readers())}"
 
 
 def _refusal(path: Path) -> str:

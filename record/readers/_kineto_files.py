@@ -21,7 +21,7 @@ from ._kineto_stream import Findings, Readable, blocks
 from ._kineto_times import nanoseconds_of
 from ._names import natural, rank_of_name
 
-__all__ = ["FoundTrace", "found_in", "is_candidate", "open_source"]
+__all__ = ["FoundTrace", "files_below", "found_in", "is_candidate", "open_source"]
 
 _TRACE_NAMES = (".json", ".json.gz", ".json.gzip")
 _ARCHIVE_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -97,7 +97,7 @@ def _reason(error: BaseException) -> str:
 def is_candidate(path: Path) -> bool:
     """Whether a path is a trace file by name or content, an archive, or a folder that holds some."""
     if path.is_dir():
-        return next(_files_below(path), None) is not None
+        return next(files_below(path), None) is not None
     if not path.is_file():
         return False  # opening a pipe that nobody writes to would wait for ever
     name = path.name.lower()
@@ -113,7 +113,7 @@ def _looks_like_a_trace(path: Path) -> bool:
     return _EVENTS.search(_inflated(head)) is not None
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path) -> Iterator[Path]:
     """Trace files of a folder and its subfolders, in order of name; hidden ones are skipped."""
     stack = [(folder, 0)]
     while stack:
@@ -145,6 +145,22 @@ def _inflated(data: bytes, limit: int = 4 * _PEEK_BYTES) -> bytes:
         return zlib.decompressobj(wbits=31).decompress(data, limit)
     except zlib.error:
         return b""
+
+
+def _ends_early(path: Path) -> bool:
+    """Whether a gzip file of no more than what is looked at stops before its stream does."""
+    with path.open("rb") as file:
+        data = file.read(_WIDE_PEEK_BYTES)
+        if data[:2] != b"\x1f\x8b" or file.read(1):
+            return False
+    stream = zlib.decompressobj(wbits=31)
+    try:
+        while data and not stream.eof:
+            stream.decompress(data, 4 * _PEEK_BYTES)
+            data = stream.unconsumed_tail
+    except zlib.error:
+        return False
+    return not stream.eof
 
 
 def _tail_of_file(path: Path, size: int, compressed: bool) -> bytes:
@@ -228,7 +244,7 @@ def found_in(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
     """Traces at a path: a file, an archive's members, a folder's files. What is left out becomes a note."""
     try:
         if path.is_dir():
-            for count, file in enumerate(_files_below(path)):
+            for count, file in enumerate(files_below(path)):
                 if count >= _MOST_FILES:
                     notes.append(
                         Quality(
@@ -258,7 +274,15 @@ def found_in(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
     except OSError as error:
         notes.append(Quality("unreadable-file", "error", f"cannot read {path}: {_reason(error)}"))
         return
-    if found is None:
+    if found is None and _ends_early(path):
+        notes.append(
+            Quality(
+                "truncated-file",
+                "error",
+                f"{path} ends early (its compressed stream is cut), before any traceEvents; copy it again from where it was written",
+            )
+        )
+    elif found is None:
         notes.append(Quality("not-a-trace", "info", f"{path} is not a trace and was left out"))
     else:
         yield found

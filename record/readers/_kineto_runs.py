@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from ..errors import UnreadableInput
 from ..model import Job, Quality, Rank, RankSource
-from ._kineto_files import FoundTrace, found_in
+from ._kineto_files import FoundTrace, files_below, found_in
 from ._names import natural, rank_of_name, ranks_of_names, short_names
 from ._strangers import name_of
 
 __all__ = ["job_of_paths", "say_what_is_missing"]
+
+#: Files of which a refusal says what each is.
+_MOST_SAID = 4
 
 Read = Callable[[RankSource], Rank]
 
@@ -71,7 +75,38 @@ def _nothing_found(paths: Sequence[Path], origin: Path, notes: list[Quality]) ->
         if notes[0].id == "not-a-trace":
             return f"{paths[0]} is not a trace (no traceEvents in it); export one with torch.profiler's export_chrome_trace"
         return notes[0].message
-    return f"{origin} holds no trace (looked for *.json and *.json.gz); export one with torch.profiler's export_chrome_trace"
+    way_out = "export one with torch.profiler's export_chrome_trace"
+    folders = [path for path in paths if path.is_dir()]
+    if len(paths) == 1 and not folders:  # an archive
+        return f"{origin} holds no trace (looked for *.json and *.json.gz); {way_out}"
+    # What lies there and is no trace is told: the user may have meant it.
+    looked = list(
+        islice(
+            (each for path in paths for each in ([path] if path not in folders else files_below(path))),
+            _MOST_SAID + 1,
+        )
+    )
+    if not looked:
+        return f"{origin} holds no trace (looked for *.json and *.json.gz); {way_out}"
+    said = [f"{path} {_what(path, notes)}" for path in looked[:_MOST_SAID]]
+    more = "; and more" if len(looked) > _MOST_SAID else ""
+    holds = f"{origin} holds no trace" if folders else "none of the files is a trace"
+    return f"{holds} ({'; '.join(said)}{more}); {way_out}"
+
+
+def _what(path: Path, notes: Sequence[Quality]) -> str:
+    """What a file is that is no trace, after its name."""
+    stranger = name_of(path)
+    if stranger is not None:
+        return f"is {stranger}"
+    named = next(
+        (note for note in notes if note.message.startswith(f"{path} ") or f" {path}:" in note.message), None
+    )
+    if named is None or named.id == "not-a-trace":
+        return "has no traceEvents in it"
+    if named.id == "empty-file":
+        return "is empty"
+    return named.message.removeprefix(f"{path} ").split(";")[0]
 
 
 def _one_run(found: list[FoundTrace], notes: list[Quality]) -> list[FoundTrace]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ..model import Quality
@@ -14,6 +14,30 @@ __all__ = ["name_of", "unread_files"]
 _HEAD_BYTES = 1 << 16
 #: Files of a folder that are looked at; what it holds is clear by then.
 _MOST_FILES = 1000
+
+#: Files that no reader takes and that are named in a note; the rest are counted.
+_MOST_NAMED = 5
+
+#: What people keep beside traces and nobody expects to be read: code, settings, logs, words, pictures, pages.
+_COMPANIONS = (
+    *(
+        ".md",
+        ".rst",
+        ".log",
+        ".out",
+        ".err",
+        ".py",
+        ".ipynb",
+        ".sh",
+        ".toml",
+        ".yaml",
+        ".yml",
+        ".cfg",
+        ".ini",
+    ),
+    *(".html", ".pdf", ".png", ".jpg", ".jpeg", ".svg", ".gif"),
+)
+_COMPANION_NAMES = ("readme", "license", "makefile")
 
 #: What all must stand in the head → what the file is. First match wins.
 _MARKS: tuple[tuple[tuple[bytes, ...], str], ...] = (
@@ -44,18 +68,44 @@ def name_of(path: Path) -> str | None:
         return None
 
 
-def unread_files(files: Sequence[Path], where: Path) -> list[Quality]:
-    """A note for each known kind among files that no reader took: they are of the job, and not used."""
+def unread_files(files: Sequence[Path], where: Path, given: Collection[Path] = ()) -> list[Quality]:
+    """A note for each known kind among files that no reader took, and one for those of no known kind.
+
+    Files that people keep beside traces (:data:`_COMPANIONS`) are not told unless they are among ``given``.
+    """
     found: dict[str, list[Path]] = defaultdict(list)
-    for path in files[:_MOST_FILES]:
-        name = name_of(path)
+    unknown: list[Path] = []
+    for number, path in enumerate(files):
+        name = name_of(path) if number < _MOST_FILES else None
         if name is not None:
             found[name].append(path)
+        elif path in given or not _is_companion(path):
+            unknown.append(path)
     notes = []
+    if unknown:
+        notes.append(Quality("unread-files", "info", _unknown_words(unknown, where)))
     for name, paths in found.items():
         count = f"{len(paths)} files" if len(paths) > 1 else paths[0].name
         notes.append(Quality("unread-format", "info", f"{count} in {where} left out: {name}"))
     return notes
+
+
+def _is_companion(path: Path) -> bool:
+    name = path.name.lower()
+    return name.startswith(_COMPANION_NAMES) or name.endswith(_COMPANIONS)
+
+
+def _unknown_words(files: Sequence[Path], where: Path) -> str:
+    """``6 files in DIR are in no format that is read: a.txt, b.csv, c.bin, d, e.dat and 1 more``."""
+    names = [
+        str(path.relative_to(where)) if path.is_relative_to(where) and path != where else str(path)
+        for path in files
+    ]
+    shown = ", ".join(names[:_MOST_NAMED])
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    if len(names) == 1:
+        return f"{shown} in {where} is in no format that is read, and was left out"
+    return f"{len(names)} files in {where} are in no format that is read, and were left out: {shown}{more}"
 
 
 def _name_of_file(path: Path) -> str | None:

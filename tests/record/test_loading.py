@@ -190,7 +190,8 @@ def test_other_files_beside_traces(folder: Path) -> None:
     written(folder / ".hidden.json", small(9, 4))
     job = trine.load(folder)
     assert job.rank_ids == (0, 1, 2, 3)
-    assert {"not-a-trace", "empty-file"} == ids(job)
+    assert {"not-a-trace", "empty-file", "unread-files"} == ids(job)
+    assert "notes.txt" in message(job, "unread-files")
 
 
 # --- nothing to show -------------------------------------------------------------------------------
