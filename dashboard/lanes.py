@@ -1,6 +1,6 @@
 """From a rank's tables to the rows of its timeline.
 
-Top to bottom: steps, phases, collectives (where no device row shows them), device streams, host
+Top to bottom: steps, phases, micro-batches of a pipeline, collectives (where no device row shows them), device streams, host
 threads by nesting depth. Everything is relative to the rank's origin, an integer that stays exact.
 """
 
@@ -15,10 +15,16 @@ import numpy.typing as npt
 from trine.dashboard.detail import Lane, make_lane, nesting_depth, pack
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, PHASES, Rank, Table
 
-__all__ = ["KINDS", "RankLanes", "build"]
+__all__ = ["DIRECTIONS", "KINDS", "RankLanes", "build"]
 
+#: What a micro-batch does in a stage.
+DIRECTIONS = ("forward", "backward", "backward_input", "backward_weight")
 #: ``Lane.kind`` is an index into this; the canvas colours by it.
-KINDS = (*DEVICE_KINDS, *HOST_KINDS, "step", *(f"phase:{name}" for name in PHASES))
+KINDS = (
+    *(*DEVICE_KINDS, *HOST_KINDS, "step"),
+    *(f"phase:{name}" for name in PHASES),
+    *(f"micro-batch:{name}" for name in DIRECTIONS),
+)
 
 #: Deeper host frames are left out, and the answer says so: nobody reads the sixtieth row.
 DEEPEST = 24
@@ -27,6 +33,9 @@ _MOST_COLLECTIVE_ROWS = 4
 
 _STEP = KINDS.index("step")
 _FIRST_PHASE = _STEP + 1
+_FIRST_DIRECTION = _FIRST_PHASE + len(PHASES)
+#: Micro-batches of several chunks or streams overlap; more at once than this share the last row.
+_MOST_MICROBATCH_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class _Rows:
 def build(rank: Rank) -> RankLanes:
     """All lanes of a rank; spans without a start or an end are left out."""
     names, notes = _Names(), []
-    rows = [*_steps(rank, names), *_collectives(rank, names)]
+    rows = [*_steps(rank, names), *_microbatches(rank, names), *_collectives(rank, names)]
     deepest = 0
     for part in (rank, *rank.windows):
         rows += _device(part, names)
@@ -128,7 +137,8 @@ def _joined(rows: Iterable[_Rows]) -> list[_Rows]:
         )
         for (group, label, depth), parts in places.items()
     ]
-    order = {"steps": 0, "phases": 1, "collectives": 2, "device": 3, "host": 4}
+    groups = ("steps", "phases", "microbatches", "collectives", "device", "host")
+    order = {group: at for at, group in enumerate(groups)}
     # Streams by number; threads, the busiest first, keep their order, each with its depths.
     place: dict[tuple[str, str], int] = {}
     for row in joined:
@@ -172,6 +182,35 @@ def _steps(rank: Rank, names: _Names) -> Iterator[_Rows]:
         np.tile(kinds, len(lengths))[present],
         np.tile(codes, len(lengths))[present],
     )
+
+
+def _microbatches(rank: Rank, names: _Names) -> Iterator[_Rows]:
+    """What each micro-batch did when in this rank's stages; ``backward 3, stage 5`` where it has several."""
+    table = rank.microbatches
+    if table is None:
+        return
+    words = [table.strings.text(int(code)) for code in table["direction"].tolist()]
+    known = np.array([word in DIRECTIONS for word in words], dtype=bool)
+    known &= (table["start_ns"] != MISSING) & (table["end_ns"] != MISSING)
+    words, table = [word for word, kept in zip(words, known, strict=True) if kept], table.select(known)
+    if not len(table):
+        return
+    several = len(np.unique(table["stage"])) > 1
+    kind = np.array([_FIRST_DIRECTION + DIRECTIONS.index(word) for word in words], dtype=np.uint8)
+    code = np.array(
+        [
+            names.code(f"{word.replace('_', ' of the ')} {index}" + (f", stage {stage}" if several else ""))
+            for word, index, stage in zip(
+                words, table["index"].tolist(), table["stage"].tolist(), strict=True
+            )
+        ],
+        dtype=np.uint32,
+    )
+    start, end = table["start_ns"], table["end_ns"]
+    row = pack(start, end, _MOST_MICROBATCH_ROWS)
+    for level in range(int(row.max()) + 1):
+        here = row == level
+        yield _Rows("micro-batches", "microbatches", level, start[here], end[here], kind[here], code[here])
 
 
 def _collectives(rank: Rank, names: _Names) -> Iterator[_Rows]:

@@ -4,7 +4,7 @@
   "use strict";
 
   const AXIS = 26, GUTTER = 172, RANK = 24, SHORTEST_NS = 20;
-  const HEIGHT = { steps: 17, phases: 17, collectives: 19, device: 23, host: 15 };
+  const HEIGHT = { steps: 17, phases: 17, microbatches: 21, collectives: 19, device: 23, host: 15 };
   const FOLDED = 3;
   let now = null;
 
@@ -191,7 +191,8 @@
       pen.clearRect(0, 0, width, height);
       let rectangles = 0;
       if (this.view) {
-        const ticks = window.trine.ticks(this.view, this.width());
+        // An axis over nothing would look like a measurement.
+        const ticks = [...this.ranks.values()].some(({ head }) => head.spans > 0) ? window.trine.ticks(this.view, this.width()) : [];
         window.trine.paintGrid(pen, this, ticks, width, height);
         for (const row of this.rows) {
           const y = row.y - top;
@@ -222,6 +223,7 @@
       const lanes = [...this.ranks.values()].flatMap(({ lanes }) => lanes);
       let chosen = lanes.filter((lane) => lane.group === "device" || lane.group === "collectives");
       if (!chosen.some((lane) => lane.group === "device")) chosen = chosen.concat(this.columns.operators(lanes));
+      if (!chosen.length) chosen = lanes.filter((lane) => lane.group === "microbatches");
       if (!chosen.length) chosen = lanes.filter((lane) => lane.group === "phases");
       window.trine.fillTable(target, this.columns.totals(chosen, ...this.view), this.view);
     }

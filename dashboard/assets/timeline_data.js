@@ -81,7 +81,8 @@
         const inside = Math.min(end, start[i] + duration[i]) - Math.max(begin, start[i]);
         if (inside < 0) continue;
         if (name[i] === MERGED) { merged++; continue; }
-        const key = head.names[name[i]];
+        // Micro-batches are many; what they do are few.
+        const key = lane.group === "microbatches" ? head.kinds[kind[i]].split(":")[1].replaceAll("_", " of the ") : head.names[name[i]];
         const sum = sums.get(key);
         if (sum) { sum.calls++; sum.total += inside; } else sums.set(key, { name: key, kind: head.kinds[kind[i]], calls: 1, total: inside });
       }

@@ -109,6 +109,13 @@
   }
 
   function fillTable(target, { rows, merged }, [begin, end]) {
+    if (!rows.length && !merged) {
+      const none = document.createElement("p");
+      none.className = "quiet";
+      none.textContent = "Nothing with a name and a time is in view.";
+      target.replaceChildren(none);
+      return;
+    }
     const words = window.trine.columns.duration;
     const element = (kind, text, name) => { const made = document.createElement(kind); if (text !== undefined) made.textContent = text; if (name) made.className = name; return made; };
     const head = element("tr"), body = element("tbody"), table = element("table");
@@ -117,7 +124,7 @@
       const line = element("tr");
       const name = element("td", row.name, "long-name");
       name.title = row.name;
-      line.append(name, element("td", row.kind), element("td", row.calls.toLocaleString("en").replaceAll(",", "\u202f"), "number"), element("td", words(row.total), "number"));
+      line.append(name, element("td", row.kind.split(":")[0]), element("td", row.calls.toLocaleString("en").replaceAll(",", "\u202f"), "number"), element("td", words(row.total), "number"));
       body.append(line);
     }
     const top = element("thead");

@@ -11,14 +11,15 @@
 
   function palette(root) {
     const style = getComputedStyle(root), value = (name) => style.getPropertyValue(`--${name}`).trim();
-    const [computation, communication, memory, idle, text, quiet, line, surface, ground] =
-      ["computation", "communication", "memory", "idle", "text", "quiet", "line", "surface", "ground"].map(value);
+    const [computation, communication, memory, idle, text, quiet, line, surface, ground, backward, weight] =
+      ["computation", "communication", "memory", "idle", "text", "quiet", "line", "surface", "ground", "backward", "weight"].map(value);
     const kinds = {
       compute: computation, communication, copy: memory, operator: mix(computation, surface, 0.38), runtime: mix(idle, surface, 0.75),
       annotation: mix(idle, surface, 0.4), python: mix(idle, surface, 0.3), loader: mix(idle, surface, 0.9), sync: mix(quiet, surface, 0.75),
       collector: mix(quiet, surface, 0.9), step: mix(idle, surface, 0.3), "phase:data": mix(idle, surface, 0.8), "phase:copy": memory,
       "phase:forward": computation, "phase:backward": mix(computation, surface, 0.72), "phase:optimizer": mix(computation, surface, 0.45),
       "phase:exposed_communication": communication, "phase:other": mix(idle, surface, 0.5),
+      "micro-batch:forward": computation, "micro-batch:backward": backward, "micro-batch:backward_input": backward, "micro-batch:backward_weight": weight,
     };
     const inks = Object.fromEntries(Object.entries(kinds).map(([kind, colour]) => [kind, bright(colour) ? "#14171A" : "#FFFFFF"]));
     return { kinds, inks, text, quiet, line, surface, ground, computation, font: style.fontFamily };

@@ -1,4 +1,4 @@
-"""Memory: over time for each rank, against what the device has, and what is alive at the peak."""
+"""Memory: over time for each rank, against what the device has, what is alive at the peak, and whose it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from dash import html
 
+from trine.analyzers.reports.studies import sections
 from trine.dashboard import figures, memory_figures, units
+from trine.dashboard.blocks import render
 from trine.dashboard.components import graph
 from trine.dashboard.parts import section, table
 from trine.dashboard.view import View
@@ -16,20 +18,43 @@ if TYPE_CHECKING:
 
 __all__ = ["body"]
 
+#: Rows of a table: as many as a page bears.
+MOST_ROWS = 40
+
 
 def body(view: View) -> list[Any]:
     """The page; without any memory events, the reason and the remedy."""
     theme = view.state.theme
     ranks = figures.shown_ranks(view.analysis, view.state.ranks)
     known = tuple(rank for rank in ranks if rank.summary.memory is not None)
+    study = _study(view)
+    if not known and study:
+        return study
     if not known:
-        reasons = [note.message for note in view.analysis.data_quality if "memory" in note.id]
-        words = reasons[0] if reasons else "This source has no memory events."
-        remedy = "Record them with trine.profile, or with torch.profiler's profile_memory=True."
-        return [section("Memory", [html.P(words, id="no-memory"), html.P(remedy, className="quiet")])]
-    parts = [_over_time(known, theme), _at_peak(known, theme)]
-    owners = _owners(view)
-    return [part for part in (*parts, owners) if part is not None]
+        return [section("Memory", html.P(_why(view), id="no-memory"))]
+    # The study's curve has the categories; the other is all there is without it.
+    parts = [_over_time(known, theme), *(study or [_at_peak(known, theme)])]
+    model = _model(view)
+    return [*parts, *([model] if model is not None else [])]
+
+
+def _why(view: View) -> str:
+    """Why there is nothing, and how to get it."""
+    reasons = [note.message for note in view.analysis.data_quality if "memory" in note.id]
+    if not reasons:
+        return (
+            "This source has no memory events. Record them with trine.profile, or with torch.profiler's "
+            "profile_memory=True."
+        )
+    # "<study> is null: " is for programs that read the JSON.
+    said = reasons[0].partition(" is null: ")[2] or reasons[0]
+    return f"{said[:1].upper()}{said[1:].rstrip('.')}."
+
+
+def _study(view: View) -> list[Any]:
+    """Curve by category, owners, the allocator's pools, what would lower the peak: as the report has it."""
+    found = sections(view.analysis, MOST_ROWS, only=("memory_owners",))
+    return [render(one, view.state.theme) for one in found]
 
 
 def _over_time(ranks: tuple[RankResult, ...], theme: Any) -> Any:
@@ -83,7 +108,7 @@ def _at_peak(ranks: tuple[RankResult, ...], theme: Any) -> Any:
     )
 
 
-def _owners(view: View) -> Any:
+def _model(view: View) -> Any:
     """What the record itself says of the model: sizes of parameters, gradients and optimizer state."""
     rows = []
     for rank in view.analysis.ranks[:16]:

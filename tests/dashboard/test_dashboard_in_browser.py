@@ -391,6 +391,25 @@ def test_a_pipelines_schedule_is_drawn_and_zooms(page: Any, site: Site, data: Pa
     assert page.get_by_role("heading", name="Not answered").count() == 1
 
 
+def test_the_timeline_of_a_schedule_shows_its_micro_batches(page: Any, site: Site, data: Path) -> None:
+    page.goto(site.address + "timeline?run=pipeline_schedule/pp8")
+    page.wait_for_selector("#timeline-table table tbody tr")
+    rows = page.locator("#timeline-table tbody tr").all_inner_texts()
+    assert len(rows) == 2 and all("micro-batch" in row for row in rows)
+    lanes = page.evaluate("trine.timeline.current.rows.filter(r => r.lane?.group === 'microbatches').length")
+    assert lanes == 8
+
+
+@pytest.mark.parametrize("shown", ["overview", "recommendations"])
+def test_nothing_is_wider_than_a_narrow_window(page: Any, site: Site, data: Path, shown: str) -> None:
+    page.set_viewport_size({"width": 420, "height": 800})
+    page.goto(f"{site.address}{shown}?run=kineto/megatron_tp8_a100")
+    settle(page)
+    wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    page.set_viewport_size({"width": 1440, "height": 900})
+    assert wide <= 0
+
+
 def test_memory_by_category_adds_up(page: Any, site: Site, data: Path) -> None:
     explain(page, site, data, "memory_snapshot/medium_128_training_memory_snapshot.pickle")
     page.wait_for_selector("#memory-owners .scatterlayer")

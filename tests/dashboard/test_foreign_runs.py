@@ -13,7 +13,7 @@ from trine.analyzers import analyze, to_json
 from trine.analyzers.reports.text import render as as_text
 from trine.analyzers.reports.wording import words
 from trine.analyzers.results import Analysis, Finding, Recommendation
-from trine.dashboard.pages import overview, recommendations
+from trine.dashboard.pages import memory, overview, recommendations, timeline
 from trine.record import load
 
 HANG = words("en")["gain_of_a_hang"]
@@ -22,6 +22,17 @@ HANG = words("en")["gain_of_a_hang"]
 @pytest.fixture(scope="module")
 def hang(data: Path) -> Analysis:
     return analyze(load(data / "traces" / "flight_recorder" / "gloo_desync"), workers=1)
+
+
+@pytest.fixture(scope="module")
+def snapshot(data: Path) -> Analysis:
+    path = data / "traces" / "memory_snapshot" / "medium_128_training_memory_snapshot.pickle"
+    return analyze(load(path), workers=1)
+
+
+@pytest.fixture(scope="module")
+def schedule(data: Path) -> Analysis:
+    return analyze(load(data / "traces" / "pipeline_schedule" / "pp8"), workers=1)
 
 
 def classes(component: Any) -> list[str]:
@@ -73,3 +84,49 @@ def test_few_items_of_many_facts_stand_beside_each_other() -> None:
     assert "rank 0 1 part0 0 1.00 ms part1 1.00 ms 2.00 ms" in facts_of(2, 6)
     assert "Rank Part0 Part1 0 0 1.00 ms" in facts_of(2, 2), "few facts: a line an item"
     assert "Rank Part0 Part1" in facts_of(9, 6), "many items: a line an item"
+
+
+def identifiers(component: Any) -> list[str]:
+    """All ids of a component and of what it holds."""
+    if isinstance(component, (list, tuple)):
+        return [name for part in component for name in identifiers(part)]
+    own = [str(component.id)] if getattr(component, "id", None) else []
+    inner = getattr(component, "children", None)
+    return own + (identifiers(inner) if inner is not None and not isinstance(inner, str) else [])
+
+
+def test_a_timeline_of_nothing_says_what_the_files_hold(hang: Analysis, snapshot: Analysis) -> None:
+    for analysis, holds in (
+        (hang, "the last collectives that each rank called"),
+        (snapshot, "what memory was"),
+    ):
+        shown = timeline.body(view(analysis))
+        assert holds in text(shown) and "to-explain" in identifiers(shown)
+        assert "timeline-spec" not in identifiers(shown) and "In view" not in text(shown)
+
+
+def test_a_schedule_has_a_timeline_and_the_colours_that_occur(schedule: Analysis) -> None:
+    shown = timeline.body(view(schedule))
+    assert "timeline-spec" in identifiers(shown)
+    assert "forward" in text(shown) and "backward" in text(shown)
+    for absent in ("compute", "operator", "backward of the weights"):
+        assert absent not in text(shown), absent
+    usual = text(timeline.body(view(troubled())))
+    assert "compute" in usual and "backward" not in usual
+
+
+def test_the_memory_page_of_a_snapshot_has_owners_and_pools(snapshot: Analysis) -> None:
+    said = text(memory.body(view(snapshot)))
+    for words_of_it in (
+        "Memory over time",
+        "Who owns the memory",
+        "Owners at the peak",
+        "The allocator's pools",
+    ):
+        assert words_of_it in said, words_of_it
+    assert "optimizer_state" not in said and "optimizer state" in said
+
+
+def test_without_memory_the_reason_is_in_words(hang: Analysis) -> None:
+    said = text(memory.body(view(hang)))
+    assert "is null" not in said and "memory_owners" not in said and said.count("profile_memory") == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dashboard_samples import MS, Recorder
+from pipelines import rank_with
 
 from trine.dashboard.lanes import DEEPEST, KINDS, RankLanes, build
 from trine.record import load
@@ -123,6 +124,36 @@ def test_phases_of_a_record_fill_their_step(tmp_path: Path) -> None:
         (20e6, "backward"),
     ] * 3
     assert any("one after the other" in note for note in lanes.notes)
+
+
+def test_micro_batches_of_a_pipeline_have_a_lane_and_say_what_they_did() -> None:
+    iterations = {0: [("forward", 0, 0, 0, 10), ("backward_input", 0, 0, 10, 25), ("forward", 0, 1, 30, 40)]}
+    rank = rank_with(0, iterations, {0: T0}, 2)
+    found = rows(build(rank))
+    assert list(found) == [("steps", "steps", 0), ("microbatches", "micro-batches", 0)]
+    assert found["microbatches", "micro-batches", 0] == [
+        (0.0, 10.0, "forward 0", "micro-batch:forward"),
+        (10.0, 25.0, "backward of the input 0", "micro-batch:backward_input"),
+        (30.0, 40.0, "forward 1", "micro-batch:forward"),
+    ]
+
+
+def test_chunks_of_a_rank_that_overlap_take_two_rows_and_name_their_stage() -> None:
+    iterations = {0: [("forward", 0, 0, 0, 10), ("forward", 4, 0, 5, 15)]}
+    found = rows(build(rank_with(0, iterations, {0: T0}, 4)))
+    assert found["microbatches", "micro-batches", 0] == [
+        (0.0, 10.0, "forward 0, stage 0", "micro-batch:forward")
+    ]
+    assert found["microbatches", "micro-batches", 1] == [
+        (5.0, 15.0, "forward 0, stage 4", "micro-batch:forward")
+    ]
+
+
+def test_every_micro_batch_of_a_real_schedule_is_drawn(data: Path) -> None:
+    rank = load(data / "traces" / "pipeline_schedule" / "pp8").rank(3)
+    assert rank.microbatches is not None
+    drawn = sum(len(lane) for lane in build(rank).lanes if lane.group == "microbatches")
+    assert drawn == len(rank.microbatches) == 20 * 2 * 16
 
 
 def test_very_deep_frames_are_cut_and_said() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -37,12 +38,17 @@ def _modules() -> tuple[tuple[str, StudySection], ...]:
     return tuple(sorted(found, key=lambda item: (item[1].ORDER, item[0])))
 
 
-def placed_sections(analysis: Analysis, most_rows: int) -> tuple[tuple[int, Section], ...]:
-    """The sections of the studies that have a result, in order, each with its place in the report."""
+def placed_sections(
+    analysis: Analysis, most_rows: int, only: Sequence[str] | None = None
+) -> tuple[tuple[int, Section], ...]:
+    """The sections of the studies that have a result, in order, each with its place in the report.
+
+    ``only``: of these studies.
+    """
     found = [
         (module.ORDER, _section(key, module, analysis, most_rows))
         for key, module in _modules()
-        if key in analysis.studies
+        if key in analysis.studies and (only is None or key in only)
     ]
     return tuple((order, section) for order, section in found if section is not None)
 
@@ -62,6 +68,6 @@ def _section(key: str, module: StudySection, analysis: Analysis, most_rows: int)
         return Section(key.replace("_", "-"), name[:1].upper() + name[1:], (Paragraph(words),))
 
 
-def sections(analysis: Analysis, most_rows: int) -> tuple[Section, ...]:
+def sections(analysis: Analysis, most_rows: int, only: Sequence[str] | None = None) -> tuple[Section, ...]:
     """The same without their places."""
-    return tuple(section for _, section in placed_sections(analysis, most_rows))
+    return tuple(section for _, section in placed_sections(analysis, most_rows, only))
