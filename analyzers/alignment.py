@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trine.record.model import MISSING, Quality
 
 from ._drift import trend_of
-from .lines import Line
+from .lines import Line, kinds_of
 
 __all__ = ["align", "share"]
 
@@ -28,8 +28,6 @@ _WORTH_MATCHING = 0.5
 _MOST_PLACES = 512
 #: Calls compared at each place.
 _MOST_COMPARED = 1024
-#: Larger than any buffer, small enough to leave room for an operation in one int64.
-_MOST_BYTES = 1 << 50
 #: Ends that scatter less than this (ns) agree equally well: below it, it is the links' own noise.
 _END_NOISE_NS = 20_000
 
@@ -83,20 +81,13 @@ def _same_calls(lines: list[Line], *, named: bool) -> tuple[list[Line], str]:
 def _in_common(lines: list[Line]) -> list[Line]:
     """Calls of a kind (operation and size) that every rank makes. Where the source names no groups,
     calls of smaller groups lie among them, and those that only some ranks make are recognised so."""
-    kinds = [_kinds(line) for line in lines]
+    kinds = [kinds_of(line) for line in lines]
     common = kinds[0]
     for kind in kinds[1:]:
         common = common[np.isin(common, kind)]
     if not len(common):
         return lines
     return [line.taking(np.isin(kind, common)) for line, kind in zip(lines, kinds, strict=True)]
-
-
-def _kinds(line: Line) -> Array:
-    """Operation and size of each call in one number; ranks may bring different sizes to an all-to-all
-    or to a rooted operation, so there the operation alone counts."""
-    size = np.where(line.sized, np.maximum(line.column("bytes"), 0), 0)
-    return np.asarray(line.operation * _MOST_BYTES + np.minimum(size, _MOST_BYTES - 1))
 
 
 def _by_sequence(lines: list[Line]) -> list[Line] | None:

@@ -9,6 +9,7 @@ from trine.record.model import MISSING, Job, Quality
 
 from .clocks import AGREEING_NS, Clock, clock_offsets
 from .collectives import Blame, blame, collective_results, communications, heat_cells
+from .lines import listed
 from .matching import Calls, match_collectives
 from .results import Analysis, RankResult, RankSummary, Source, Verdict
 from .selection import Selection
@@ -117,7 +118,7 @@ def _about_ranks(job: Job, summaries: Sequence[RankSummary], missing: tuple[int,
         return []
     world = len(missing) + len(summaries)
     message = (
-        f"{len(missing)} of {world} ranks are missing ({_listed(missing)}): they are left out, "
+        f"{len(missing)} of {world} ranks are missing ({listed(missing)}): they are left out, "
         "and what they did to the others cannot be said"
     )
     return [Quality("missing-ranks", "warning", message)]
@@ -129,7 +130,7 @@ def _about_clocks(clocks: dict[int, Clock], ranks: list[int], matched: bool) -> 
     if apart:
         worst = max(apart, key=lambda rank: abs(apart[rank].offset_ns))
         message = (
-            f"clocks of ranks {_listed(sorted(apart))} disagree with rank {min(clocks)}'s by more than "
+            f"clocks of ranks {listed(sorted(apart))} disagree with rank {min(clocks)}'s by more than "
             f"{AGREEING_NS // 1000} µs (rank {worst}: {apart[worst].offset_ns / 1e6:+.3f} ms); "
             "starts are compared after correction"
         )
@@ -141,7 +142,7 @@ def _about_clocks(clocks: dict[int, Clock], ranks: list[int], matched: bool) -> 
         notes.append(Quality("clock-disagreement", "info", message))
     unlinked = [rank for rank in ranks if rank not in clocks]
     if matched and unlinked:
-        message = f"no collective links ranks {_listed(unlinked)} to rank {min(ranks)}: their clock offsets are not known"
+        message = f"no collective links ranks {listed(unlinked)} to rank {min(ranks)}: their clock offsets are not known"
         notes.append(Quality("clock-unknown", "info", message))
     return notes
 
@@ -186,19 +187,7 @@ def _merged(notes: Sequence[Quality]) -> list[Quality]:
             continue
         known = sorted({rank for rank in said_by if rank is not None})
         if len(known) > 1:
-            note = Quality(note.id, note.severity, f"{note.message} (ranks {_listed(known)})")
+            note = Quality(note.id, note.severity, f"{note.message} (ranks {listed(known)})")
         merged.append(note)
     order = {"error": 0, "warning": 1, "info": 2}
     return sorted(merged, key=lambda note: order[note.severity])
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """``0-3, 7``: at most eight runs of ranks."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(words[:8]) + (", …" if len(words) > 8 else "")

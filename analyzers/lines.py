@@ -15,12 +15,14 @@ from trine.record.model import MISSING, Table
 from .operations import canonical_operation
 from .results import RankSummary
 
-__all__ = ["GroupKey", "Line", "lines_of", "memberships"]
+__all__ = ["GroupKey", "Line", "kinds_of", "lines_of", "listed", "memberships"]
 
 Array = npt.NDArray[Any]
 
 #: More ranks than any job has, so that two of them fit into one int64.
 _MOST_RANKS = 1 << 31
+#: Larger than any buffer, small enough to leave room for an operation in one int64.
+_MOST_BYTES = 1 << 50
 #: Operations to which every rank brings the same number of bytes.
 _SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
 
@@ -98,6 +100,13 @@ def lines_of(
             yield GroupKey(id, ranks, peers), Line(summary.rank, table, rows, operation[rows], sized[rows])
 
 
+def kinds_of(line: Line) -> Array:
+    """Operation and size of each call in one number; ranks may bring different sizes to an all-to-all
+    or to a rooted operation, so there the operation alone counts."""
+    size = np.where(line.sized, np.maximum(line.column("bytes"), 0), 0)
+    return np.asarray(line.operation * _MOST_BYTES + np.minimum(size, _MOST_BYTES - 1))
+
+
 def _pairs(rank: int, peer: Array, operation: Array, codes: dict[str, int]) -> Array:
     """Sender and receiver of each point-to-point row in one number; -1 elsewhere."""
     sends, receives = operation == codes.get("send", -1), operation == codes.get("recv", -1)
@@ -114,3 +123,15 @@ def _order_in_group(table: Table, rows: Array) -> Array:
         if (column != MISSING).all():
             return np.asarray(column)
     return np.arange(len(rows))
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """``0-3, 7``: at most eight runs of ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(words[:8]) + (", …" if len(words) > 8 else "")

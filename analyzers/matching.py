@@ -18,7 +18,7 @@ from trine.record.model import MISSING, Quality
 
 from ._drift import trend_of
 from .alignment import align, share
-from .lines import GroupKey, Line, lines_of, memberships
+from .lines import GroupKey, Line, lines_of, listed, memberships
 from .operations import Pattern, pattern_of
 from .results import RankSummary
 
@@ -80,11 +80,18 @@ def match_collectives(
             cut, notes = align(str(key), members, named=bool(key.id))
         else:
             cut, notes = members, []
-        quality += notes
+        said = notes
+        calls: list[Calls] = []
         if cut and len(cut[0].rows):
             calls, notes = _calls_of(key, cut, names, usual)
-            quality += notes
-            (matched if len(cut) > 1 else alone).extend(calls)
+            said += notes
+        if len(members) > 2 and not key.id and not key.peers and not _one_group(calls, cut, known):
+            inferred = _inferred(members, names, known, summaries)
+            held = sum(call.rows.size for call in calls if _meet(call))
+            if inferred is not None and sum(call.rows.size for call in inferred[0]) >= held:
+                calls, said = inferred
+        quality += said
+        (matched if len(members) > 1 else alone).extend(calls)
     quality += _silent_members(lines, {summary.rank for summary in summaries})
     strangers = [call for call in matched if not _meet(call)]
     if strangers:
@@ -98,6 +105,61 @@ def match_collectives(
             )
         )
     return [call for call in matched if call not in strangers], alone, quality
+
+
+def _one_group(calls: list[Calls], cut: list[Line], known: dict[str, set[tuple[int, ...]]]) -> bool:
+    """Whether calls without a named group may well be those of one group: all ranks name the same
+    operations, all their calls meet, and the source knows of no smaller group."""
+    if not cut or not calls or sum(len(call.rows) for call in calls) < len(cut[0].rows):
+        return False
+    ranks = {line.rank for line in cut}
+    if any(1 < len(ranks.intersection(group)) < len(ranks) for groups in known.values() for group in groups):
+        return False
+    return all(_meeting(call) == 1 for call in calls)
+
+
+def _inferred(
+    members: list[Line],
+    names: list[str],
+    known: dict[str, set[tuple[int, ...]]],
+    summaries: Sequence[RankSummary],
+) -> tuple[list[Calls], list[Quality]] | None:
+    """Calls of the groups that a line without names hides, ``None`` where no smaller group is found."""
+    from .group_inference import infer_groups  # few jobs need it
+
+    ids: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for id, groups in sorted(known.items()):
+        for group in groups:
+            ids[tuple(sorted(group))].append(id)
+    hosts = {summary.host_name for summary in summaries}
+    found = infer_groups(
+        members,
+        np.array([pattern_of(name) == "all" for name in names]),
+        list(ids),
+        one_clock=len(hosts) == 1 and None not in hosts,
+    )
+    if found is None or not found.split:
+        return None
+    calls: list[Calls] = []
+    quality: list[Quality] = []
+    for ranks, lines in found.groups.items():
+        # A group that the source lists under one name alone is that one.
+        id = ids[ranks][0] if len(ids.get(ranks, [])) == 1 else f"ranks {listed(ranks)}"
+        part, notes = _calls_of(GroupKey(id, ranks), lines, names, len(ranks))
+        calls += part
+        quality += notes
+    words = [f"ranks {listed(ranks)}" for ranks in found.groups]
+    message = (
+        "calls name no group, and those of all ranks are not one group's: groups were inferred from the ends of calls "
+        f"that agree time after time ({'; '.join(words[:8])}{'; …' if len(words) > 8 else ''})"
+    )
+    quality.append(Quality("groups-inferred", "info", message))
+    if found.matched < found.calls:
+        message = (
+            f"{found.calls - found.matched} of {found.calls} calls fit no inferred group and are left out"
+        )
+        quality.append(Quality("collectives-left-out", "warning", message))
+    return calls, quality
 
 
 def _timed(key: GroupKey, members: list[Line]) -> tuple[list[Line], list[Quality]]:
@@ -123,13 +185,18 @@ def _silent_members(lines: dict[GroupKey, list[Line]], present: set[int]) -> lis
 
 
 def _meet(calls: Calls) -> bool:
-    """Whether most calls that all must enter overlap on all ranks, once each clock is set by the ends."""
+    """Whether most calls that all must enter overlap on all ranks."""
+    return _meeting(calls) > 0.5
+
+
+def _meeting(calls: Calls) -> float:
+    """Share of calls that all must enter that overlap on all ranks, once each clock is set by the ends."""
     known = ((calls.start_ns != MISSING) & (calls.end_ns != MISSING)).all(axis=1)
     if calls.pattern != "all" or not known.any():
-        return True
+        return 1.0
     start, end = calls.start_ns[known], calls.end_ns[known]
     offset = np.stack([trend_of(column, end[:, 0] - column)[0].at(column) for column in end.T], axis=1)
-    return share((start + offset).max(axis=1) <= (end + offset).min(axis=1)) > 0.5
+    return share((start + offset).max(axis=1) <= (end + offset).min(axis=1))
 
 
 def _calls_of(

@@ -18,7 +18,7 @@ from typing import Literal
 
 from trine.analyzers.desync_words import healthy_words, statement
 from trine.analyzers.findings import Facts
-from trine.analyzers.findings._facts import RankFacts
+from trine.analyzers.findings._facts import MIN_WINDOW_NS, RankFacts, typical
 from trine.analyzers.findings._kinds import by_class, work
 from trine.analyzers.results import Finding, Verdict
 from trine.analyzers.studies import result_of
@@ -38,6 +38,9 @@ SURE_STEPS = 10
 FAIR_STEPS = 3
 #: Share of the step at stake from which on a fault is clear with fewer.
 CLEAR_SEVERITY = 0.3
+
+#: Exposed communication, as a share of the step, that is said where nothing else can be.
+MUCH_EXPOSED = 0.25
 
 #: How a verdict names each fault.
 _BOUND = {
@@ -80,6 +83,8 @@ def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
         sure = "high" if steps >= SURE_STEPS else "medium"
     if worst is not None:
         name = _BOUND.get(worst.id, worst.id)
+        if worst.id == "host-bound" and len(facts.ranks) > 1:
+            name = "its hosts"
         text = f"This run is held back by {name}: {_lower(worst.title)}{_advice(facts, worst)}."
         return Verdict(text, worst.id, sure, centre, points)
     compute = _compute_share(facts)
@@ -195,7 +200,29 @@ def _why_unknown(facts: Facts) -> str:
     )
     if missing:
         return missing.rstrip(".")
+    exposed = _exposed_share(facts)
+    if exposed is not None and exposed >= MUCH_EXPOSED:
+        seen = f"{percent(exposed)} of the {facts.unit} is communication that no computation hides, but"
+        if len(facts.ranks) < 2:
+            return f"{seen} one rank alone cannot tell waiting from moving bytes; give it the traces of all ranks"
+        if not any(part.matched for rank in facts.ranks if (part := rank.result.communication) is not None):
+            return f"{seen} who waited for whom cannot be said, since the ranks' calls could not be matched (see data quality)"
+        return (
+            f"{seen} no single rank causes most of the waiting, and too few events were recorded to say more"
+        )
     return "too few steps or events were recorded; give it a trace or a record of ten steps or more"
+
+
+def _exposed_share(facts: Facts) -> float | None:
+    """Exposed communication of the typical rank, from windows with too few events for anything else too."""
+    shares = [
+        breakdown.exposed_communication_ns / breakdown.window_ns
+        for rank in facts.ranks
+        if (breakdown := rank.result.summary.breakdown) is not None
+        and breakdown.window_ns >= MIN_WINDOW_NS
+        and rank.unrecorded is None
+    ]
+    return typical(shares, float)
 
 
 def _compute_share(facts: Facts) -> float | None:
