@@ -118,7 +118,12 @@ def render_text(comparison: Comparison) -> str:
     lines += _section("", _cause_lines(comparison))
     told, covers = _told(comparison), _covers(comparison)
     for table in change_tables(
-        comparison.difference, _labels(comparison), _MOST_CHANGES, causes_told=told, narrow=True, covers=covers
+        comparison.difference,
+        _labels(comparison),
+        _MOST_CHANGES,
+        causes_told=told,
+        narrow=True,
+        covers=covers,
     ):
         lines += _section("", _table_lines(table))
     lines += _section("Findings (share of the step or window at stake)", _finding_lines(comparison))
@@ -207,7 +212,9 @@ def _finding_lines(comparison: Comparison) -> list[str]:
         old, new = ("none" if share is None else percent(share) for share in (one.second, one.first))
         lines.append(f"  {one.state:<9} {one.id}: {old} → {new}")
         if one.state != "stays":
-            lines += textwrap.wrap(clean(one.title), _WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
+            lines += textwrap.wrap(
+                clean(one.title), _WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12
+            )
     return lines
 
 
