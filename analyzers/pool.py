@@ -176,4 +176,8 @@ def _serve() -> None:
         except EOFError:
             return
         outcome = reduce_source(source, selection)
-        _send(answers, packed(outcome) if isinstance(outcome, RankSummary) else outcome)
+        try:
+            _send(answers, packed(outcome) if isinstance(outcome, RankSummary) else outcome)
+        except BrokenPipeError:
+            # Whoever asked is gone, and so is whoever would read a traceback; the flush at exit would bring another.
+            os._exit(1)

@@ -16,7 +16,7 @@ import pytest
 from analysis_tables import summary_of
 
 import trine
-from trine.analyzers import Analysis, analyze, parse_selection, to_json
+from trine.analyzers import Analysis, analyze, parse_selection, pool, to_json
 from trine.analyzers._packed import PackedParts, packed
 from trine.analyzers.pool import reduce_in_pool
 from trine.record.errors import UnreadableInput, UsageError
@@ -200,3 +200,20 @@ def test_a_million_events_take_about_as_long_as_sorting_them_a_few_times() -> No
         np.argsort(start, kind="stable")
     assert breakdown is not None and breakdown.events == count
     assert spent < 10 * (process_time() - before) + 0.2
+
+
+def test_a_worker_whose_caller_is_gone_says_nothing(tmp_path: Path) -> None:
+    request = pickle.dumps((RankSource(0, tmp_path, pool_readers.read_plain), parse_selection("all")))
+    away, end = os.pipe()
+    os.close(away)
+    worker = subprocess.run(
+        [sys.executable, "-P", "-c", f"from {pool.__name__} import _serve; _serve()"],
+        input=pool._HEADER.pack(len(request)) + request,
+        stdout=end,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=60,
+        check=False,
+    )
+    os.close(end)
+    assert worker.returncode == 1 and b"Traceback" not in worker.stderr
