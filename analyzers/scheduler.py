@@ -95,7 +95,7 @@ def _quiet() -> Iterator[None]:
 
 def _why_no_address(scheduler: str) -> str | None:
     """What is wrong with an address, or with what a scheduler file states; ``None`` where nothing is."""
-    from distributed.comm import get_address_host_port
+    from distributed.comm.addressing import get_address_host_port
 
     address: Any = scheduler
     try:
