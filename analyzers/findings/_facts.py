@@ -32,6 +32,14 @@ MIN_STEPS = 3
 MIN_EVENTS = 100
 MIN_WINDOW_NS = 2_000_000
 
+#: How TorchInductor calls its kernels (pointwise, reductions, templates, several at once; those of torch 2.0 have no
+#: kind), and Dynamo what it compiled.
+_COMPILED = (
+    *(f"triton_{kind}_" for kind in ("", "poi", "red", "per", "tem", "mm", "for", "spl")),
+    "Torch-Compiled Region",
+    "CompiledFunction",
+)
+
 T = TypeVar("T")
 
 
@@ -181,6 +189,15 @@ class Facts:
         if not named:
             return None
         return any("Backward" in name or name.startswith("autograd::") for name in named)
+
+    @cached_property
+    def compiled(self) -> bool:
+        """Whether the model, or a part of it, is compiled: as the record says, or as TorchInductor's kernels and Dynamo's
+        regions show."""
+        if self.about("compile"):
+            return True
+        seen = (rank.result.summary for rank in self.ranks)
+        return any(row.name.startswith(_COMPILED) for one in seen for row in (*one.kernels, *one.operators))
 
     def part(self, read: Callable[[RankFacts], Part | None]) -> Part | None:
         """A part of the step on the typical rank; None when no rank can tell."""

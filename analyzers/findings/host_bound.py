@@ -49,6 +49,7 @@ class _Idle:
     outside: float | None
     queue: QueuePart | None = None
     replayed: Replayed | None = None
+    own_ns: float | None = None  # a step of its own window
     holds: bool = False  # the others wait in collectives for this rank's host, and their own are no faster
 
     @property
@@ -107,7 +108,8 @@ def _idle_of(facts: Facts, rank: RankFacts) -> _Idle | None:
         real = max((host + sync) * step_ns - max(step_ns - usual_ns, 0.0), 0.0) / usual_ns
         scale = min(real / (host + sync), 1.0) if host + sync > 0 else 0.0
         host, sync = host * scale, sync * scale
-    return _Idle(rank.rank, host, sync, outside, queue, replayed_of(facts, rank))
+    own_ns = usual_ns or step_ns_of(breakdown)
+    return _Idle(rank.rank, host, sync, outside, queue, replayed_of(facts, rank), own_ns)
 
 
 def _tells(queue: QueuePart) -> bool:
@@ -163,14 +165,16 @@ def _outside(facts: Facts, idle: _Idle, share: float) -> Finding:
 
 
 def _between(facts: Facts, idle: _Idle, share: float) -> Finding:
-    stall_ns = facts.step_part_ns(share)
+    # Of a rank that is named, what its own window says, so that the tables say the same.
+    own_ns = idle.own_ns if idle.holds else None
+    stall_ns = facts.step_part_ns(share) if own_ns is None else round(share * own_ns)
     blocks = (idle.sync or 0.0) > (idle.host or 0.0)
     cause = "the host blocks in synchronising calls" if blocks else "the host is busy between launches"
     title = f"No operator runs for {duration(stall_ns)} of the {facts.unit} ({percent(share)}): the time goes to Python"
     if facts.on_accelerator and idle.holds:
         title = (
-            f"Rank {idle.rank}'s device idles {duration(stall_ns)} of the {facts.unit} ({percent(share)}) while {cause}; "
-            "the others wait for it in collectives, and their hosts are hardly faster"
+            f"Rank {idle.rank}'s device idles {duration(stall_ns)} of its {duration(own_ns or 0)} ({percent(share)}) while "
+            f"{cause}; the others wait for it in collectives, and their hosts are hardly faster"
         )
     elif facts.on_accelerator:
         title = f"The device idles {duration(stall_ns)} of the {facts.unit} ({percent(share)}) while {cause}"
@@ -227,17 +231,29 @@ def _recommendation(facts: Facts, idle: _Idle, stall_ns: int, share: float, bloc
             numerics="unchanged",
             predicted=prediction,
         )
-    if facts.about("compile"):
+    if facts.compiled:
+        whole = bool(facts.about("compile"))
+        head = (
+            "The model is compiled already:"
+            if whole
+            else "Part of the model is compiled already; for the rest,"
+        )
         return Recommendation(
             change={},
-            why="The model is compiled already: move logging, metrics and tokenising out of the step, or "
-            "make the batch larger so that each launch does more.",
+            why=f"{head} move logging, metrics and tokenising out of the step, make the batch larger so that each "
+            f"launch does more, or capture the step into a graph{'' if whole else '; or compile more of it'}.",
             numerics="unchanged",
             predicted=prediction,
         )
+    if facts.trains is False:  # nothing that an optimizer could gain
+        change: dict[str, Any] = {"compute.compile": "blocks"}
+        why = "Compile the repeated blocks: fewer, longer kernels for the same work."
+    else:
+        change = {"compute.compile": "blocks", "compute.fuse": ["optimizer"]}
+        why = "Compile the repeated blocks and fuse the optimizer: fewer, longer kernels for the same work."
     return Recommendation(
-        change={"compute.compile": "blocks", "compute.fuse": ["optimizer"]},
-        why="Compile the repeated blocks and fuse the optimizer: fewer, longer kernels for the same work.",
+        change=change,
+        why=why,
         numerics="reordered floating-point operations: losses agree to about 1e-6 in fp32; dropout masks differ from eager",
         predicted=prediction,
     )

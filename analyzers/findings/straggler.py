@@ -77,6 +77,21 @@ NEXT_IN_LINE = 0.7
 #: ... if the replay of the job as it was is off by no more than this.
 MOST_REPLAY_ERROR = 0.05
 
+#: Remedies speak of one rank; how they say it of several.
+_PLURAL = (
+    ("Its host launches", "Their hosts launch"),
+    ("Its processor or device is", "Their processors or devices are"),
+    ("that rank's device", "those ranks' devices"),
+    ("that rank's", "those ranks'"),
+    ("its shard or its disk is slower", "their shards or disks are slower"),
+    ("its share", "their share"),
+    ("only this rank does", "only these ranks do"),
+    (
+        "on that rank to see what it does before it arrives",
+        "on those ranks to see what they do before they arrive",
+    ),
+)
+
 _UNKNOWN: tuple[str, dict[str, Any], str] = (
     "",
     {},
@@ -138,6 +153,8 @@ def find(facts: Facts) -> Finding | None:
     first = doing[late[0].rank]
     words, change, why = REMEDIES.get(first.activity, _UNKNOWN) if first is not None else _UNKNOWN
     ranks = [culprit.rank for culprit in late]
+    if len(ranks) > 1:
+        why = _of_several(why)
     example = f" ({first.example})" if first is not None and first.example else ""
     replayed_ns = _replayed(facts, ranks)
     stake_ns = cost_ns if replayed_ns is None else min(cost_ns, replayed_ns)
@@ -168,6 +185,13 @@ def find(facts: Facts) -> Finding | None:
         recommendation=Recommendation(dict(change), why, "unchanged", prediction),
         severity=stake_ns / facts.step_ns,
     )
+
+
+def _of_several(why: str) -> str:
+    """What to do, of more than one rank."""
+    for one, several in _PLURAL:
+        why = why.replace(one, several)
+    return why
 
 
 def _title(facts: Facts, ranks: list[int], cost_ns: int, stake_ns: int) -> str:
