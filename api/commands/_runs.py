@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -132,12 +133,30 @@ def write_output(text: str, output: Path | None) -> None:
     if output is None:
         sys.stdout.write(text)
         return
+    # Names that are not UTF-8 come as lone surrogates, which no file can hold.
+    content = text.encode("utf-8", errors="replace")
     try:
-        # Names that are not UTF-8 come as lone surrogates, which no file can hold.
-        output.write_text(text, encoding="utf-8", errors="replace")
+        if output.exists() and not output.is_file():  # a pipe or a device has no half-written state
+            output.write_bytes(content)
+        else:
+            _replace(output, content)
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror or error}") from None
     print(f"Wrote {output}", file=sys.stderr)
+
+
+def _replace(output: Path, content: bytes) -> None:
+    """The whole file or none of it: a full disk leaves an older report as it was."""
+    target = output.resolve()  # through a link, so that the link stays one
+    half = target.with_name(f".{target.name[:200]}.{os.getpid()}")
+    try:
+        half.write_bytes(content)
+        if target.exists():
+            half.chmod(target.stat().st_mode)
+        half.replace(target)
+    except OSError:
+        half.unlink(missing_ok=True)
+        raise
 
 
 def refuse_overwriting(output: Path | None, inputs: Iterable[str | Path]) -> None:

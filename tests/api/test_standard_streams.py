@@ -78,3 +78,16 @@ def test_an_error_prints_escapes_of_a_name_as_text(tmp_path: Path) -> None:
 def test_an_empty_path_is_not_the_working_folder() -> None:
     done = shell("{trine} analyze ''")
     assert done.returncode == 2 and b"an empty path was given" in done.stderr
+
+
+def test_a_full_disk_leaves_the_older_report_as_it_was(run: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    report.write_text("the older one")
+    done = shell("ulimit -f 1; {trine} analyze {run} -o {report}", run=run, report=report)
+    assert done.returncode == 2 and b"cannot write" in done.stderr
+    assert report.read_text() == "the older one"
+    assert sorted(each for each in tmp_path.iterdir()) == sorted([report, run]), (
+        "nothing half written is left"
+    )
+    assert shell("{trine} analyze {run} -o {report}", run=run, report=report).returncode == 0
+    assert report.read_text() != "the older one"
