@@ -8,7 +8,6 @@ are, since they are read as streams.
 from __future__ import annotations
 
 import shutil
-import tarfile
 import tempfile
 import weakref
 import zlib
@@ -19,13 +18,12 @@ from typing import IO
 
 from .errors import UnreadableInput
 from .model import Quality
+from .readers._archives import ARCHIVE_NAMES, DAMAGE, open_archive, wrong_with
 from .readers._names import natural
 
 __all__ = ["ARCHIVE_NAMES", "Workspace", "head_of", "inflated", "is_of_record", "unpacked", "walk"]
 
 RecordTest = Callable[[Path], bool]
-
-ARCHIVE_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 _DEEPEST = 4
 _MOST_FILES = 100_000
@@ -168,13 +166,13 @@ def inflated(head: bytes) -> bytes:
 
 
 def unpacked(path: Path, workspace: Workspace, notes: list[Quality]) -> Iterator[Path]:
-    """Members of a tar archive that are no traces, unpacked under their own names. Traces are left in it.
+    """Members of an archive that are no traces, unpacked under their own names. Traces are left in it.
 
     Members are written below the workspace whatever their names say; links and devices are skipped.
     """
     place: Path | None = None
     try:
-        with _archive(path) as archive:
+        with open_archive(path) as archive:
             for count, info in enumerate(archive):
                 if count >= _MOST_FILES:
                     return
@@ -193,16 +191,9 @@ def unpacked(path: Path, workspace: Workspace, notes: list[Quality]) -> Iterator
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _write(target, head, inner)
                 yield target
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+    except DAMAGE as error:
         # The reader of traces reads the archive too and says what is wrong with it, unless it needs none.
-        notes.append(Quality("damaged-archive", "error", f"{path} is damaged ({error})"))
-
-
-def _archive(path: Path) -> tarfile.TarFile:
-    try:
-        return tarfile.open(path, "r:")
-    except tarfile.ReadError:
-        return tarfile.open(path, "r|*")
+        notes.append(Quality("damaged-archive", "error", f"{path} is {wrong_with(error)}"))
 
 
 def _may_be_something_else(name: str, head: bytes) -> bool:

@@ -50,7 +50,7 @@ def load(path: str | Path | Sequence[str | Path]) -> Job:
     """The job at ``path``: ranks that are read when asked for.
 
     ``path`` is a record's folder, a file of any format that a reader knows (``docs/reading.md``), a folder
-    of such files, a glob (``"traces/*.json.gz"``), an archive (``.tar``, ``.tar.gz``), a URL (``s3://…``,
+    of such files, a glob (``"traces/*.json.gz"``), an archive (``.tar``, ``.tar.gz``, ``.zip``), a URL (``s3://…``,
     with the extra ``remote``), or a list of these. All of it is one job: of files of several formats each
     rank is joined.
 

@@ -7,7 +7,6 @@ only those ends are read here. Where it says nothing, names help (``rank3``, ``_
 from __future__ import annotations
 
 import re
-import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import IO
 
 from ..errors import UnreadableInput
 from ..model import MISSING, Quality
+from ._archives import ARCHIVE_NAMES, DAMAGE, RefusedArchive, open_archive, wrong_with
 from ._kineto_stream import Findings, Readable, blocks
 from ._kineto_times import nanoseconds_of
 from ._names import natural, rank_of_name
@@ -24,7 +24,6 @@ from ._names import natural, rank_of_name
 __all__ = ["FoundTrace", "files_below", "found_in", "is_candidate", "open_source"]
 
 _TRACE_NAMES = (".json", ".json.gz", ".json.gzip")
-_ARCHIVE_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _PEEK_BYTES = 1 << 18
 _WIDE_PEEK_BYTES = 8 << 20  # process groups of a large job may fill the head
 _MOST_FILES = 100_000
@@ -67,7 +66,7 @@ def open_source(path: Path, member: str | None) -> Iterator[IO[bytes]]:
             with path.open("rb") as file:
                 yield file
         else:
-            with _archive(path) as archive:
+            with open_archive(path) as archive:
                 for info in archive:
                     if info.name == member and info.isfile():
                         inner = archive.extractfile(info)
@@ -75,16 +74,8 @@ def open_source(path: Path, member: str | None) -> Iterator[IO[bytes]]:
                             yield inner
                             return
             raise UnreadableInput(f"{path} no longer has a member {member}")
-    except (OSError, tarfile.TarError, EOFError, zlib.error) as error:
+    except DAMAGE as error:
         raise UnreadableInput(f"cannot read {path}: {_reason(error)}") from None
-
-
-def _archive(path: Path) -> tarfile.TarFile:
-    """An archive for reading members in order; one that is not compressed can skip to any."""
-    try:
-        return tarfile.open(path, "r:")
-    except tarfile.ReadError:
-        return tarfile.open(path, "r|*")
 
 
 def _reason(error: BaseException) -> str:
@@ -101,7 +92,7 @@ def is_candidate(path: Path) -> bool:
     if not path.is_file():
         return False  # opening a pipe that nobody writes to would wait for ever
     name = path.name.lower()
-    return name.endswith(_TRACE_NAMES + _ARCHIVE_NAMES) or _looks_like_a_trace(path)
+    return name.endswith(_TRACE_NAMES + ARCHIVE_NAMES) or _looks_like_a_trace(path)
 
 
 def _looks_like_a_trace(path: Path) -> bool:
@@ -256,7 +247,7 @@ def found_in(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
                     return
                 yield from found_in(file, notes)
             return
-        if path.name.lower().endswith(_ARCHIVE_NAMES):
+        if path.name.lower().endswith(ARCHIVE_NAMES):
             yield from _found_in_archive(path, notes)
             return
         size = path.stat().st_size
@@ -292,7 +283,7 @@ def _found_in_archive(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
     """Members that are traces, read in one pass and never extracted."""
     used = 0
     try:
-        with _archive(path) as archive:
+        with open_archive(path) as archive:
             for count, info in enumerate(archive):
                 name = Path(info.name).name
                 if count >= _MOST_FILES:
@@ -304,12 +295,14 @@ def _found_in_archive(path: Path, notes: list[Quality]) -> Iterator[FoundTrace]:
                 if found is not None:
                     used += 1
                     yield found
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+    except RefusedArchive as error:
+        notes.append(Quality("damaged-archive", "error", f"{path} is {wrong_with(error)}"))
+    except DAMAGE as error:
         notes.append(
             Quality(
                 "damaged-archive",
                 "error",
-                f"{path} is damaged ({_reason(error)}); "
+                f"{path} is {wrong_with(error)}; "
                 + (
                     f"the {used} traces before that are used"
                     if used

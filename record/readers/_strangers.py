@@ -108,6 +108,14 @@ def _unknown_words(files: Sequence[Path], where: Path) -> str:
     return f"{len(names)} files in {where} are in no format that is read, and were left out: {shown}{more}"
 
 
+def _zipped(path: Path, head: bytes) -> str | None:
+    if path.name.lower().endswith(".zip"):
+        return None  # it was looked into, and what is wrong with it is said there
+    if b"data.pkl" in head:
+        return "what torch.save wrote (save a memory snapshot with torch.cuda.memory._dump_snapshot or pickle.dump)"
+    return "a zip archive without that ending (call it .zip, or unpack it)"
+
+
 def _name_of_file(path: Path) -> str | None:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
@@ -121,7 +129,7 @@ def _name_of_file(path: Path) -> str | None:
     if head[:2] == b"\x1f\x8b":
         return "a gzip file within a gzip file (unpack it once)"
     if head[:4] == b"PK\x03\x04":
-        return "a zip archive (unpack it)"
+        return _zipped(path, head)
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "a pickle of something else than a memory snapshot or a flight recorder's dump"
     by_ending = next((name for ending, name in _ENDINGS if path.name.lower().endswith(ending)), None)

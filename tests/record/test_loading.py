@@ -281,7 +281,7 @@ def test_text_and_archives_that_need_a_step_first(tmp_path: Path) -> None:
     assert "UTF-16" in refused(_raw(tmp_path / "a.json", sound.encode("utf-16")))
     twice = gzip.compress(gzip.compress(sound.encode()))
     assert "within a gzip file" in refused(_raw(tmp_path / "b.json.gz", twice))
-    assert "zip archive" in refused(_raw(tmp_path / "c.zip", b"PK\x03\x04rest"))
+    assert "zip archive" in refused(_raw(tmp_path / "c", b"PK\x03\x04rest"))
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
