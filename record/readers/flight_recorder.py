@@ -10,6 +10,7 @@ completed sequence. Written from what torch/csrc/distributed/c10d/FlightRecorder
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..errors import UnreadableInput
 from ..model import Group, Job, Quality, Rank, RankSource, Strings
 from ._flight_dumps import head_of, is_dump, is_pickle, ranks_of_text, read_dump, whole_number
 from ._flight_entries import entries_table, group_of, record_of
-from ._names import natural, rank_of_name
+from ._names import natural, rank_of_name, short_names
 
 __all__ = ["FORMAT", "open_job", "open_paths", "read_source", "recognizes"]
 
@@ -65,6 +66,7 @@ def open_paths(paths: Sequence[Path], origin: Path) -> Job:
     if not paths:
         raise UnreadableInput(f"{origin} holds no flight recorder dump")
     notes: list[Quality] = []
+    paths = _of_one_run(paths, notes)
     by_rank: dict[int, list[Path]] = {}
     silent: list[Path] = []
     for path in sorted(paths, key=lambda path: natural(str(path))):
@@ -84,6 +86,37 @@ def open_paths(paths: Sequence[Path], origin: Path) -> Job:
     notes += _about_several(by_rank, chosen)
     sources = tuple(RankSource(rank, path, read_source) for rank, path in chosen.items())
     return Job(origin, FORMAT, sources, _world_size(sources), quality=notes)
+
+
+def _of_one_run(paths: Sequence[Path], notes: list[Quality]) -> Sequence[Path]:
+    """The dumps of one run, where folders hold a rank's dump in one format twice: those of the folder with most ranks,
+    the first by name among equals. A folder a rank, or a folder a format, is one run."""
+    folders: dict[Path, list[Path]] = {}
+    for path in sorted(paths, key=lambda path: natural(str(path))):
+        folders.setdefault(path.parent, []).append(path)
+    held = {
+        folder: {
+            (rank, is_pickle(head_of(path)))
+            for path in files
+            if (rank := rank_of_name(path.name)) is not None
+        }
+        for folder, files in (folders.items() if len(folders) > 1 else ())
+    }
+    times = Counter(key for keys in held.values() for key in keys)
+    twice = {key for key, count in times.items() if count > 1}
+    runs = [folder for folder in held if held[folder] & twice]
+    if len(runs) < 2:
+        return paths
+    shown = max(runs, key=lambda folder: len({rank for rank, _ in held[folder]}))
+    left = [folder for folder in runs if folder != shown]
+    names = [str(folder) for folder in runs]
+    text = (
+        f"several runs lie here ({len(runs)}, by their folders): shown is {short_names([str(shown)], names)}; left out "
+        f"{'is' if len(left) == 1 else 'are'} {short_names([str(folder) for folder in left], names)}; give one of them alone "
+        "to see it"
+    )
+    notes.append(Quality("mixed-runs", "warning", text))
+    return [path for folder, files in folders.items() if folder not in left for path in files]
 
 
 def _best(files: list[Path]) -> Path:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ def test_a_rank_with_both_is_read_once_and_it_is_said(data: Path) -> None:
         f"comm_lib_trace_rank_{rank}" for rank in range(4)
     ]
     assert [note.id for note in job.quality] == ["flight-recorder-several-dumps"]
+
+
+def test_dumps_of_two_runs_are_not_one_job(data: Path) -> None:
+    """The sound run of one folder must not speak for the hung one of the other."""
+    folder = data / "traces" / "flight_recorder"
+    job = open_paths(sorted(folder.glob("*/*")), folder)
+    assert {source.path.parent.name for source in job.sources} == {"gloo_desync"}
+    note = next(note for note in job.quality if note.id == "mixed-runs")
+    assert note.severity == "warning" and "left out is gloo_plain" in note.message
+
+
+@pytest.mark.parametrize("apart", ["by rank", "by format"])
+def test_folders_by_rank_or_by_format_are_one_run(data: Path, tmp_path: Path, apart: str) -> None:
+    for path in (data / "traces" / "flight_recorder" / "gloo_desync").iterdir():
+        name = path.stem.rpartition("_")[2] if apart == "by rank" else path.suffix or "pickle"
+        (tmp_path / f"of_{name}").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / f"of_{name}")
+    job = open_paths(sorted(tmp_path.glob("*/*")), tmp_path)
+    assert job.rank_ids == (0, 1, 2, 3)
+    assert "mixed-runs" not in {note.id for note in job.quality}
+    assert all(source.path.name.startswith("comm_lib") for source in job.sources)
 
 
 def test_status_and_groups_come_under_the_groups_name(tmp_path: Path) -> None:
