@@ -72,7 +72,7 @@ def test_a_schedule_in_a_page_has_a_tooltip_a_span_and_its_table(with_block) -> 
 def test_areas_add_up_in_text_and_page(with_block) -> None:
     analysis = with_block(LAYERS)
     report = text.render(analysis)
-    assert "Memory by category" in report and "at most 4.00 KiB" in report
+    assert "Memory by category" in report and "highest 4.00 KiB" in report
     page = html.render(analysis)
     assert "activations: at most 3.00 KiB at 1.00 s" in page
     assert page.count("<polygon") >= 2 and 'class="areas"' in page
