@@ -13,6 +13,7 @@ import os
 import re
 import threading
 import time
+import zipfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from trine.dashboard.holdings import FOREIGN, Held, about_skipped, briefly
-from trine.record._expansion import is_of_record
+from trine.record._expansion import ARCHIVE_NAMES, is_of_record
 from trine.record.errors import UnreadableInput
 from trine.record.loading import format_of
 from trine.record.readers import native
@@ -34,7 +35,6 @@ Kind = Literal["record", "traces", "trace"]
 
 _TRACE = "kineto"
 _SUFFIXES = (".json", ".json.gz")
-_ARCHIVES = (".tar", ".tar.gz", ".tgz")
 #: Of other files than traces, what their names end in, or look like (``nccl_trace_rank_0``); their content decides.
 _STATED = (".pickle", ".pkl", ".raw.gz", ".sqlite", ".sqlite3")
 _OTHERS = (*_STATED, ".db", ".html")
@@ -114,7 +114,7 @@ class Catalogue:
                 raise UnreadableInput(f"{root} does not exist; give a run, a trace, or a folder of them")
             if (
                 not root.is_dir()
-                and not root.name.endswith((*_SUFFIXES, *_ARCHIVES))
+                and not root.name.endswith((*_SUFFIXES, *ARCHIVE_NAMES))
                 and format_of(root) is None
             ):
                 raise UnreadableInput(
@@ -346,11 +346,22 @@ def _format(entry: os.DirEntry[str]) -> str | None:
     try:
         if not entry.is_file(follow_symlinks=False) or entry.name.startswith("."):
             return None
-        if entry.name.endswith(_ARCHIVES):
-            return _TRACE
+        if entry.name.endswith(ARCHIVE_NAMES):
+            return _TRACE if _may_hold_runs(Path(entry.path)) else None
         return _format_by_content(Path(entry.path)) if _may_be_one(entry.name) else None
     except OSError:
         return None
+
+
+def _may_hold_runs(archive: Path) -> bool:
+    """Whether an archive is worth a row: zip files are of anything, and list what they hold without unpacking."""
+    if archive.suffix.lower() != ".zip":
+        return True
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            return any(_may_be_one(name.rpartition("/")[2]) for name in opened.namelist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return False
 
 
 def _format_of_file(path: Path) -> str | None:

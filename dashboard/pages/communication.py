@@ -75,7 +75,9 @@ def _culprits(analysis: Analysis) -> list[int]:
 def _causes(analysis: Analysis, ranks: tuple[RankResult, ...], theme: Any) -> Any:
     known = [rank for rank in ranks if rank.communication is not None]
     if not known or not any(rank.communication and rank.communication.caused_wait_ns for rank in known):
-        return section("Who made the others wait", html.P("No rank made another wait."))
+        waited = any(rank.communication and rank.communication.wait_ns for rank in known)
+        words = "Ranks waited, but no one rank was the last: several came in together." if waited else ""
+        return section("Who made the others wait", html.P(words or "No rank made another wait."))
     rows = []
     for rank in known:
         own = rank.communication

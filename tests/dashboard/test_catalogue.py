@@ -6,12 +6,14 @@ import gzip
 import json
 import os
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 from dashboard_samples import Recorder, write_record
 
 from trine.dashboard.catalogue import Catalogue
+from trine.record._expansion import ARCHIVE_NAMES
 from trine.record.errors import UnreadableInput
 
 TRACE = json.dumps({"schemaVersion": 1, "traceEvents": []})
@@ -250,3 +252,13 @@ def test_the_line_about_skipped_files_is_bounded(tmp_path: Path) -> None:
     trace(tmp_path / "only" / "gpt.json")
     healthy = Catalogue([tmp_path / "only"])
     assert len(healthy.runs()) == 1 and healthy.notes == ()
+
+
+def test_archives_of_traces_are_runs_and_zips_of_anything_else_are_not(tmp_path: Path) -> None:
+    for name, member in (("traces", "job/rank0.json.gz"), ("photos", "beach.png")):
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as made:
+            made.writestr(member, b"")
+    (tmp_path / "damaged.zip").write_bytes(b"PK\x03\x04")
+    (tmp_path / "job.tar.xz").write_bytes(b"whatever")
+    listed = {run.path.name for run in Catalogue([tmp_path]).runs()}
+    assert listed == {name for name in ("traces.zip", "job.tar.xz") if name.endswith(ARCHIVE_NAMES)}

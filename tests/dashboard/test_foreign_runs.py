@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis_builders import MS, build
+from analysis_builders import MS, build, communication, rank_result
 from test_page_contents import text, troubled, view
 
 from trine.analyzers import analyze, to_json
 from trine.analyzers.reports.text import render as as_text
 from trine.analyzers.reports.wording import words
 from trine.analyzers.results import Analysis, Finding, Recommendation
+from trine.dashboard.pages import communication as communication_page
 from trine.dashboard.pages import memory, overview, recommendations, timeline
 from trine.record import load
 
@@ -130,3 +131,12 @@ def test_the_memory_page_of_a_snapshot_has_owners_and_pools(snapshot: Analysis) 
 def test_without_memory_the_reason_is_in_words(hang: Analysis) -> None:
     said = text(memory.body(view(hang)))
     assert "is null" not in said and "memory_owners" not in said and said.count("profile_memory") == 1
+
+
+@pytest.mark.parametrize(
+    ("wait_ns", "said"), [(5 * MS, "several came in together"), (0, "No rank made another wait")]
+)
+def test_waits_without_a_culprit_are_not_denied(wait_ns: int, said: str) -> None:
+    part = communication(caused_wait_ns=0, wait_ns=wait_ns)
+    analysis = build([rank_result(rank, part=part) for rank in (0, 1)])
+    assert said in text(communication_page.body(view(analysis)))
