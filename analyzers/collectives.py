@@ -20,6 +20,7 @@ from trine.record.model import MISSING, Group
 from .clocks import Clock
 from .matching import Calls
 from .operations import bus_factor
+from .passed_on import Meanwhile, PassedOn, meanwhile, passed_on
 from .phase_excess import Doing, excess_phases
 from .results import CollectiveResult, Communication, HeatCell, LateActivity, RankSummary
 
@@ -133,9 +134,16 @@ class _Tally:
     examples: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
-def communications(blames: Sequence[Blame], summaries: Mapping[int, RankSummary]) -> dict[int, Communication]:
-    """Each rank's part in the matched calls; ranks without a matched call are absent."""
+def communications(
+    blames: Sequence[Blame],
+    summaries: Mapping[int, RankSummary],
+    beside: Sequence[Blame] | None = None,
+) -> dict[int, Communication]:
+    """Each rank's part in the matched calls; ranks without a matched call are absent. ``beside`` are all calls of the
+    job where ``blames`` are some: a rank may be late because it waited in the others."""
     tallies: dict[int, _Tally] = defaultdict(_Tally)
+    job = blames if beside is None else beside
+    waited, did = passed_on(job), meanwhile(job, summaries)
     in_phases = excess_phases(summaries)
     for one in blames:
         if not len(one.transfer):
@@ -155,6 +163,7 @@ def communications(blames: Sequence[Blame], summaries: Mapping[int, RankSummary]
                 tally.caused += int(caused[guilty].sum())
                 tally.lateness += int(one.late[guilty].sum())
                 doings = _doings(one, column, guilty, summaries, in_phases)
+                doings = _over_calls(doings, one, column, guilty, waited, did)
                 _note_doings(tally, doings, one.late[guilty].tolist())
     return {rank: _communication(tally) for rank, tally in tallies.items()}
 
@@ -201,6 +210,32 @@ def _doings(
             if activities[place] == "unknown" and (found := in_phases(summary.rank, step)) is not None:
                 activities[place], examples[place] = found
     return list(zip(activities, examples, strict=True))
+
+
+def _over_calls(
+    doings: list[tuple[str, str | None]],
+    one: Blame,
+    column: int,
+    guilty: Array,
+    waited: PassedOn | None,
+    did: Meanwhile,
+) -> list[tuple[str, str | None]]:
+    """What made a rank late, over all it did since its group's call before: ``waiting`` in another group's calls, or what
+    took it longer than the others in the stretches between those."""
+    if waited is None:
+        return doings
+    enough = EXPLAINS * one.late[guilty]
+    passed = (waited(one, column, guilty) >= enough).tolist()
+    found = []
+    for doing, least, waiting, longest in zip(
+        doings, enough.tolist(), passed, did(one, column, guilty), strict=True
+    ):
+        if waiting:
+            doing = "waiting", None
+        elif longest is not None and longest[1] >= least:
+            doing = longest[0], longest[2]
+        found.append(doing)
+    return found
 
 
 def _excess(one: Blame, column: int, guilty: Array, summaries: Mapping[int, RankSummary]) -> Array | None:

@@ -156,7 +156,8 @@ class NamedTime(Tabular):
 @dataclass(frozen=True, slots=True)
 class LateActivity(Tabular):
     """What a rank did before it entered collectives last, by activity (``compute``, ``loader``,
-    ``python``, ``garbage_collection``, ``copy``, ``launching``, ``unknown``): ns, with an example name."""
+    ``python``, ``garbage_collection``, ``copy``, ``launching``, ``waiting`` in another group's collective,
+    ``unknown``): ns, with an example name."""
 
     activity: str
     total_ns: int

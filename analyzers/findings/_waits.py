@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trine.analyzers.results import Communication
+
 from ._facts import MIN_STEPS, Facts, RankFacts, typical
 
 __all__ = ["LATE_SHARE", "Late", "Split", "late_ranks", "latest", "split_exposed"]
@@ -113,15 +115,20 @@ def _exposed_waits(facts: Facts) -> dict[int, float]:
 
 
 def _lateness(
-    facts: Facts, rank: RankFacts, total_caused: int, behind: tuple[float, float] | None, waited: float | None
+    facts: Facts,
+    rank: RankFacts,
+    total_caused: float,
+    behind: tuple[float, float] | None,
+    waited: float | None,
 ) -> Late | None:
     """What collectives, phases and the others' waiting say of a rank, where they agree: the least of them."""
     communication = rank.result.communication
     costs: list[float] = []
     caused = None
     if communication is not None and communication.matched > 0:
-        costs.append(communication.lateness_ns / max(_steps_of(facts, rank), 1))
-        caused = communication.caused_wait_ns / total_caused if total_caused > 0 else None
+        own = _own(communication)
+        costs.append(own * communication.lateness_ns / max(_steps_of(facts, rank), 1))
+        caused = own * communication.caused_wait_ns / total_caused if total_caused > 0 else None
     if behind is not None:
         costs.append(max(behind[0], 0.0))
     # Overlapping waits are summed by the collective; the step feels no more than what was exposed.
@@ -130,6 +137,12 @@ def _lateness(
     if not costs:
         return None
     return Late(rank.rank, round(min(costs)), caused, behind[1] if behind is not None else None)
+
+
+def _own(communication: Communication) -> float:
+    """Share of a rank's lateness that is its own, not passed on from another group's call that it waited in."""
+    waited = sum(late.total_ns for late in communication.late_doing if late.activity == "waiting")
+    return 1 - waited / communication.lateness_ns if waited else 1.0
 
 
 def _steps_of(facts: Facts, rank: RankFacts) -> int:
@@ -149,7 +162,9 @@ def _all_late(facts: Facts) -> list[Late]:
 def _work_out_late(facts: Facts) -> list[Late]:
     if facts.step_ns is None or len(facts.ranks) < 2:
         return []
-    total = sum(r.result.communication.caused_wait_ns for r in facts.ranks if r.result.communication)
+    total = sum(
+        _own(part) * part.caused_wait_ns for r in facts.ranks if (part := r.result.communication) is not None
+    )
     behind, waits = _behind(facts), _exposed_waits(facts)
     longest = sorted(waits.items(), key=lambda pair: -pair[1])[:2]
     found = []

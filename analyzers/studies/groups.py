@@ -228,6 +228,7 @@ def join(parts: Mapping[int, _Part], whole: Whole) -> GroupsResult | str:
             counts[group][operation] += calls
         for group, kind, calls in part.callers:
             callers[group][kind] += calls
+    groups |= _inferred(whole.blames, groups, counts)
     world = whole.job.world_size or max((s.world_size or 0 for s in whole.summaries.values()), default=0)
     kinds = kinds_of_groups(groups, counts, callers, world or None)
     blames: dict[Kind, list[Blame]] = defaultdict(list)
@@ -238,6 +239,20 @@ def join(parts: Mapping[int, _Part], whole: Whole) -> GroupsResult | str:
     found = [_costs(kind, kinds, groups, parts, blames[kind], whole) for kind in KINDS]
     ordered = sorted((costs for costs in found if costs is not None), key=lambda costs: -_weight(costs))
     return GroupsResult(tuple(ordered))
+
+
+def _inferred(blames: Sequence[Blame], groups: set[Group], counts: dict[str, Counter[str]]) -> set[Group]:
+    """Groups whose names no rank's rows hold: they were inferred, and what they are for is told like any other's.
+    Their calls are added to ``counts``."""
+    named = set(counts)
+    found = set()
+    for blame in blames:
+        calls = blame.calls
+        if calls.group and calls.group not in named:
+            counts[calls.group][calls.operation] += len(blame.transfer)
+            if all(group.id != calls.group for group in groups):
+                found.add(Group(calls.group, None, None, calls.ranks))
+    return found
 
 
 def _kind(kinds: Mapping[str, GroupKind], group: str, *, peer: bool) -> Kind:
@@ -267,11 +282,14 @@ def _costs(
                 ids.add(group)
                 recorded[rank] += count
                 ranks.add(rank)
+    for blame in blames:
+        ids.add(blame.calls.group)
+        ranks.update(blame.calls.ranks)
     calls = sum(len(blame.transfer) for blame in blames) or max(recorded.values(), default=0)
     if not calls:
         return None
     members = {(group.id, group.ranks) for group in groups if group.id in ids and group.ranks}
-    shares = communications(blames, whole.summaries)
+    shares = communications(blames, whole.summaries, whole.blames)
     results = collective_results(blames)
     busy, exposed, window = _exposure(kind, kinds, parts, whole)
     return GroupCosts(

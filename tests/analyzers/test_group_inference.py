@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trine.analyzers.conclusion import conclude
+from trine.analyzers.findings._facts import gather
+from trine.analyzers.findings._waits import late_ranks
 from trine.analyzers.matching import Calls, match_collectives
 from trine.analyzers.results import Analysis, Breakdown, BusyTime, IdleCauses, RankSummary
 from trine.analyzers.selection import parse_selection
@@ -157,6 +160,40 @@ def test_the_rank_that_sleeps_is_named_and_nobody_is_without_it() -> None:
     assert shares[False] < 0.45
 
 
+def test_a_rank_that_waited_for_the_sleeper_only_passes_its_lateness_on() -> None:
+    """Rank 2 enters the data-parallel call as late as rank 3, because it waited for rank 3 before."""
+    sites = [(TENSOR_4, 4000), (TENSOR_4, 4000), (DATA_4, 200_000)]
+    window = few_events(0.9)
+    asleep = analysed(program(sites, 8, 4, asleep={3: 20 * MS}, breakdown=window, breakdown_missing=None))
+    waiting = {}
+    for result in asleep.ranks:
+        share = result.communication
+        assert share is not None
+        passed = sum(late.total_ns for late in share.late_doing if late.activity == "waiting")
+        waiting[result.rank] = passed / max(share.lateness_ns, 1)
+    assert waiting[2] > 0.9
+    assert waiting[3] == 0
+    assert [late.rank for late in late_ranks(gather(asleep))] == [3]
+    healthy = analysed(program(sites, 8, 4, breakdown=window, breakdown_missing=None))
+    assert late_ranks(gather(healthy)) == []
+
+
+def test_what_a_rank_did_before_another_groups_call_makes_it_late_for_its_own() -> None:
+    """Rank 3 sleeps before its tensor-parallel calls; when it enters the data-parallel one it is late by both sleeps."""
+    sites = [(TENSOR_4, 4000), (TENSOR_4, 4000), (DATA_4, 200_000)]
+    summaries = []
+    for summary in program(sites, 8, 4, asleep={3: 20 * MS}):
+        calls = len(summary.collectives or ())
+        slept = np.where(np.arange(calls) % 3 < 2, 20 * MS, 0) if summary.rank == 3 else np.zeros(calls)
+        computed = np.full(calls, 2 * MS + 1000 * summary.rank)
+        times = {"compute": computed.astype(np.int64), "python": slept.astype(np.int64)}
+        summaries.append(replace(summary, activity=("compute",) * calls, activity_ns=times))
+    share = analysed(summaries).ranks[3].communication
+    assert share is not None
+    assert share.late_doing[0].activity == "python"
+    assert share.late_doing[0].total_ns > 0.9 * share.lateness_ns
+
+
 def test_groups_that_the_source_lists_lend_their_names() -> None:
     groups = {
         rank: (
@@ -246,10 +283,11 @@ def test_regular_groups_of_many_ranks_take_seconds_at_most() -> None:
 # --- the verdict -------------------------------------------------------------------------------
 
 
-def _few_events(exposed: float, matched: bool, ranks: int = 4) -> str:
+def few_events(exposed: float) -> Breakdown:
+    """A window of 400 ms with fewer events than a rule takes for evidence."""
     window = 400 * MS
     hidden = window - round(exposed * window)
-    breakdown = Breakdown(
+    return Breakdown(
         window_ns=window,
         compute_ns=hidden,
         exposed_communication_ns=window - hidden,
@@ -263,27 +301,28 @@ def _few_events(exposed: float, matched: bool, ranks: int = 4) -> str:
         steps=(0, 1, 2),
         events=66,
     )
+
+
+def _said(exposed: float, matched: bool, ranks: int = 4) -> str:
     steps = 6 if matched else 2
     summaries = program(
         [(TENSOR_4, 4000), (DATA_4, 9000)],
         steps,
         4,
         asleep={} if matched else {3: 20 * MS},
-        breakdown=breakdown,
+        breakdown=few_events(exposed),
         breakdown_missing=None,
     )[:ranks]
-    from trine.analyzers.findings._facts import gather
-
     return verdict(gather(analysed(summaries)), ()).sentence
 
 
 def test_much_exposed_communication_is_said_though_who_waited_is_not_known() -> None:
-    assert "97 % of the step is communication" in (said := _few_events(0.97, matched=False))
+    assert "97 % of the step is communication" in (said := _said(0.97, matched=False))
     assert "could not be matched" in said
     assert "too few steps" not in said
-    assert "no single rank" in _few_events(0.97, matched=True)
-    assert "one rank alone" in _few_events(0.97, matched=False, ranks=1)
+    assert "no single rank" in _said(0.97, matched=True)
+    assert "one rank alone" in _said(0.97, matched=False, ranks=1)
 
 
 def test_little_exposed_communication_leaves_too_few_events_the_reason() -> None:
-    assert "too few steps or events" in _few_events(0.05, matched=False)
+    assert "too few steps or events" in _said(0.05, matched=False)
