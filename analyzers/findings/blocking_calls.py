@@ -129,7 +129,7 @@ def _beside_the_table(facts: Facts, rank: int, stall_ns: int) -> str:
         return ""
     return (
         "While a call waits the device still works; it runs dry once the call returns, until the host has launched again. "
-        f"So the table of idle time counts this under the host (rank {rank}: {duration(idle.host)}) and not under blocking "
+        f"So the table of idle time counts this mostly under the host (rank {rank}: {duration(idle.host)}) and not under blocking "
         f"calls ({duration(idle.sync)}), which are only what it idles while the host still waits."
     )
 
