@@ -189,7 +189,7 @@ def _microbatches(rank: Rank, names: _Names) -> Iterator[_Rows]:
     table = rank.microbatches
     if table is None:
         return
-    words = [table.strings.text(int(code)) for code in table["direction"].tolist()]
+    words = [table.strings.text(int(code)) or "" for code in table["direction"].tolist()]
     known = np.array([word in DIRECTIONS for word in words], dtype=bool)
     known &= (table["start_ns"] != MISSING) & (table["end_ns"] != MISSING)
     words, table = [word for word, kept in zip(words, known, strict=True) if kept], table.select(known)
