@@ -56,8 +56,10 @@ def render(analysis: Analysis, *, language: str = "en") -> str:
 def framed(analysis: Analysis, *, height: int = 720) -> str:
     """The report for a notebook's cell: the whole page inside an ``iframe``, which keeps its style, its links and the
     notebook apart. ``sandbox`` without a word in it: what is shown can run, send and open nothing."""
+    # Without a base of its own, a link to a section would lead to one of the notebook's address.
+    page = render(analysis).replace("<head>", '<head><base href="about:srcdoc">', 1)
     return (
-        f'<iframe srcdoc="{escape(render(analysis))}" sandbox title="Report of Trine" loading="lazy" '
+        f'<iframe srcdoc="{escape(page)}" sandbox title="Report of Trine" loading="lazy" '
         f'style="width:100%;height:{height}px;border:0;border-radius:4px;resize:vertical"></iframe>'
     )
 
