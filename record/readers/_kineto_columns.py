@@ -141,6 +141,8 @@ class Columns:
 
     def _pair(self, found: SortedEvents) -> None:
         """Begins and their ends as complete events."""
+        begun: list[Event] = []
+        ended: list[Event] = []
         for event in found.marks:
             stack = self._open.setdefault((str(event.pid), str(event.tid)), [])
             if event.ph == "B":
@@ -148,13 +150,16 @@ class Columns:
             elif not stack:
                 self.unclosed += 1
             else:
-                begin = stack.pop()
-                start, end = nanoseconds([bytes(begin.ts), bytes(event.ts)]).tolist()
-                if MISSING not in (start, end):  # else its missing time is counted with the others
-                    begin.dur = msgspec.Raw(f"{(end - start) // 1000}.{(end - start) % 1000:03}".encode())
-                action = action_of(begin.cat)
-                kind = action if action is not None and action < DEVICE else ANNOTATION
-                found.groups.setdefault(kind, []).append(begin)
+                begun.append(stack.pop())
+                ended.append(event)
+        # All times of the chunk at once: one by one they cost a hundred times as much.
+        starts, ends = (nanoseconds([bytes(event.ts) for event in events]) for events in (begun, ended))
+        for begin, start, end in zip(begun, starts.tolist(), ends.tolist(), strict=True):
+            if MISSING not in (start, end):  # else its missing time is counted with the others
+                begin.dur = msgspec.Raw(f"{(end - start) // 1000}.{(end - start) % 1000:03}".encode())
+            action = action_of(begin.cat)
+            kind = action if action is not None and action < DEVICE else ANNOTATION
+            found.groups.setdefault(kind, []).append(begin)
 
     # --- one kind of event each ----------------------------------------------------------------
 

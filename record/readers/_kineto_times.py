@@ -45,7 +45,9 @@ def nanoseconds(texts: Sequence[bytes]) -> Integers:
     count = len(texts)
     if not count:
         return np.empty(0, np.int64)
-    cells = np.array(texts, dtype=np.bytes_)
+    # Cells are as wide as the longest text, and one of a megabyte must not make all so.
+    longest = max(map(len, texts))
+    cells = np.array(texts if longest <= _WIDTH else [text[: _WIDTH + 1] for text in texts], dtype=np.bytes_)
     width = cells.dtype.itemsize
     if width > _WIDTH:
         cells = cells.astype(f"S{_WIDTH}")
