@@ -8,6 +8,8 @@ __all__ = ["notices"]
 
 #: Notes that say whose verdict it is, where a folder holds more than one run.
 _WHOSE = ("mixed-runs", "times-apart")
+#: Of these, how many are told in full.
+_MOST_WHOSE = 2
 #: Errors that are told in full; of the others only how many there are.
 _MOST_ERRORS = 2
 #: Characters of one of them: they are sentences, and one may name many files.
@@ -19,7 +21,11 @@ def notices(analysis: Analysis) -> tuple[str, ...]:
     lines = []
     notes = analysis.data_quality
     whose = [note.message for note in notes if note.id in _WHOSE]
-    lines += [_sentence(message) for message in dict.fromkeys(whose)]
+    messages = [_sentence(message) for message in dict.fromkeys(whose)]
+    if len(messages) > _MOST_WHOSE:
+        more = len(messages) - 1
+        messages = [f"{messages[0]} {more} more notes under data quality say what else is left out."]
+    lines += messages
     errors = list(
         dict.fromkeys(note.message for note in notes if note.severity == "error" and note.id not in _WHOSE)
     )

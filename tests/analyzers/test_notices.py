@@ -39,6 +39,13 @@ def test_errors_are_said_under_the_verdict_and_their_rest_counted() -> None:
     )
 
 
+def test_a_folder_of_many_runs_keeps_its_first_screen() -> None:
+    notes = tuple(Quality("mixed-runs", "warning", f"several runs lie here ({n})") for n in range(5))
+    (line,) = notices(build(data_quality=notes))
+    assert line == "Several runs lie here (0). 4 more notes under data quality say what else is left out."
+    assert len(notices(build(data_quality=notes[:2]))) == 2
+
+
 def test_several_runs_in_a_folder_are_named_on_the_first_screen(tmp_path: Path) -> None:
     for rank in range(4):
         written(tmp_path / f"four_{rank}.json", small(rank, 4))
