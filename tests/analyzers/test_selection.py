@@ -67,7 +67,13 @@ def test_work_without_a_step_counts_only_under_all() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "text", "counts"),
-    [(3, "complete", False), (3, "0:2", False), (3, "all", True), (1, "complete", True), (0, "complete", True)],
+    [
+        (3, "complete", False),
+        (3, "0:2", False),
+        (3, "all", True),
+        (1, "complete", True),
+        (0, "complete", True),
+    ],
 )
 def test_the_note_on_missing_launches_says_what_was_done_with_that_work(
     steps: int, text: str, counts: bool
