@@ -31,8 +31,8 @@ _ADDED = ("steps", "microbatches", "samples", "segments", "flight_recorder", "me
 _OF_A_TRACE = ("device", "host", "collectives", "synchronizations", "edges")
 #: Records of one job mostly lie closer than this; farther apart (ns) is worth a word ...
 _APART_NS = 3600 * 10**9
-#: ... and farther than this they are not of one run. A trace of a run's start and a dump of its hang may well lie
-#: days apart.
+#: ... and farther than this, where several runs lie in a folder, they are of different ones. A trace of a run's start
+#: and a dump of its hang may well lie days apart; of files that were put together as one job the clocks may be wrong.
 _OTHER_RUN_NS = 7 * 24 * 3600 * 10**9
 #: Categories that only a source knows which follows tensors through the program.
 _TOLD_CATEGORIES = ("parameters", "optimizer_state", "gradients", "activations")
@@ -68,7 +68,8 @@ def join_jobs(jobs: Sequence[Job], origin: Path) -> Job:
             else:
                 parts[rank].append((job.format, replace(source, rank=rank)))
     world = _world(jobs, max(parts, default=-1), notes)
-    sources = tuple(_joined(rank, parts[rank]) for rank in sorted(parts))
+    several = any(note.id == "mixed-runs" for job in jobs for note in job.quality)
+    sources = tuple(_joined(rank, parts[rank], several) for rank in sorted(parts))
     kept = [note for job in jobs for note in job.quality if note.id != "missing-ranks"]
     return Job(
         path=origin,
@@ -172,9 +173,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Reads a rank's parts and joins them. Picklable, as every ``RankSource.read`` is."""
+    """Reads a rank's parts and joins them. Picklable, as every ``RankSource.read`` is.
+
+    With ``several``, runs lie beside each other in the folder, so what lies far away in time is of another.
+    """
 
     sources: tuple[RankSource, ...]
+    several: bool
 
     def __call__(self, source: RankSource) -> Rank:
         ranks: list[Rank] = []
@@ -192,7 +197,7 @@ class _Parts:
             raise failed[0][1]
         whole = ranks[0]
         for other in ranks[1:]:
-            _add(whole, other)
+            _add(whole, other, self.several)
         for part, why in failed:
             whole.note("unreadable-part", "error", f"{part.name} of this rank cannot be read: {why}")
         whole.rank = source.rank
@@ -200,17 +205,17 @@ class _Parts:
         return whole
 
 
-def _joined(rank: int, parts: list[tuple[str, RankSource]]) -> RankSource:
+def _joined(rank: int, parts: list[tuple[str, RankSource]], several: bool) -> RankSource:
     sources = tuple(source for _, source in parts)
     if len(sources) == 1:
         return sources[0]
     first = sources[0]
-    return RankSource(rank, first.path, _Parts(sources), first.member, first.label)
+    return RankSource(rank, first.path, _Parts(sources, several), first.member, first.label)
 
 
-def _add(rank: Rank, other: Rank) -> None:
+def _add(rank: Rank, other: Rank, several: bool) -> None:
     """Give ``rank`` what ``other`` has and it lacks."""
-    if _is_of_another_run(rank, other):
+    if _is_of_another_run(rank, other, several):
         return
     rank.quality += other.quality
     traced = other.device is not None or other.host is not None
@@ -312,7 +317,7 @@ def _groups(own: tuple[Group, ...], others: tuple[Group, ...]) -> tuple[Group, .
     return tuple(merged.values())
 
 
-def _is_of_another_run(rank: Rank, other: Rank) -> bool:
+def _is_of_another_run(rank: Rank, other: Rank, several: bool) -> bool:
     """Files of one folder may still be of two runs; their times tell, and it is said."""
     mine, theirs = _span(rank), _span(other)
     if mine is None or theirs is None:
@@ -322,17 +327,17 @@ def _is_of_another_run(rank: Rank, other: Rank) -> bool:
         # In whole days where it is days, so that all ranks say the same.
         hours = apart / 3.6e12
         words = f"{hours / 24:,.0f} days" if hours >= 48 else f"{hours:.0f} hours"
-        if apart > _OTHER_RUN_NS:
+        if several and apart > _OTHER_RUN_NS:
             message = (
                 f"several runs lie here: shown is that of the {rank.format} files; the {other.format} files lie about {words} "
                 "away and are left out; give them alone to see them"
             )
         else:
             message = (
-                f"times of {other.format} lie about {words} from those of {rank.format}: are they of one run?"
+                f"times of {other.format} lie about {words} from those of {rank.format}: check that they are of one run"
             )
         rank.note("times-apart", "warning", message)
-    return apart > _OTHER_RUN_NS
+    return several and apart > _OTHER_RUN_NS
 
 
 def _span(rank: Rank) -> tuple[int, int] | None:

@@ -312,9 +312,13 @@ def test_files_of_other_days_are_doubted(tmp_path: Path) -> None:
     assert any(note.id == "times-apart" and "30 hours" in note.message for note in rank.quality)
 
 
-def test_files_of_other_weeks_are_of_another_run(tmp_path: Path) -> None:
+def test_files_of_other_weeks_are_of_another_run_where_several_runs_lie(tmp_path: Path) -> None:
     traces(tmp_path, world=1)
     dump(tmp_path / "fr_rank_0.json", world=1, created_ns=START_NS + 30 * 24 * 3600 * 10**9)
+    rank = trine.load(tmp_path).rank(0)
+    assert rank.flight_recorder is not None, "one run's files, put together on purpose"
+    assert any(note.id == "times-apart" and "30 days" in note.message for note in rank.quality)
+    written(tmp_path / "other" / "rank0.json.gz", small(0, 1, at=START_NS / 1000 + 7200e6))
     rank = trine.load(tmp_path).rank(0)
     assert rank.flight_recorder is None and rank.host is not None
     note = next(note for note in rank.quality if note.id == "times-apart")
