@@ -403,10 +403,19 @@ def _untypical_windows(
     first: Sequence[RunFacts], second: Sequence[RunFacts], difference: RunDifference
 ) -> tuple[str, ...]:
     """That the traced steps changed otherwise than all steady steps did, where that is so."""
-    traced, sides = difference.change_ns, ([run.step_ns for run in side if run.step_ns] for side in (first, second))
+    traced, sides = (
+        difference.change_ns,
+        ([run.step_ns for run in side if run.step_ns] for side in (first, second)),
+    )
     steady = [float(np.mean([np.mean(steps) for steps in runs])) if runs else None for runs in sides]
     divided = any(part.kind == "breakdown" for part in difference.partition)
-    if traced is None or not divided or difference.unit.name != "step" or steady[0] is None or steady[1] is None:
+    if (
+        traced is None
+        or not divided
+        or difference.unit.name != "step"
+        or steady[0] is None
+        or steady[1] is None
+    ):
         return ()
     change = steady[0] - steady[1]
     if abs(change - traced) <= _UNTYPICAL * steady[1]:

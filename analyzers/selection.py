@@ -103,7 +103,12 @@ def select(rank: Rank, selection: Selection, *, foreign: bool | None = None) -> 
         if not chosen:
             raise UsageError(f"--steps {selection.text} names no step of rank {rank.rank}; {_held(numbers)}")
         return _selected(rank.steps, chosen, everything=False)
-    if selection.text == "all" or (foreign and len(numbers) < 2) or not numbers or _launched_nowhere(rank.device):
+    if (
+        selection.text == "all"
+        or (foreign and len(numbers) < 2)
+        or not numbers
+        or _launched_nowhere(rank.device)
+    ):
         return _selected(rank.steps, numbers, everything=True)
     return _selected(rank.steps, numbers[:-1] if foreign else numbers, everything=False)
 

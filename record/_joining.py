@@ -333,9 +333,7 @@ def _is_of_another_run(rank: Rank, other: Rank, several: bool) -> bool:
                 "away and are left out; give them alone to see them"
             )
         else:
-            message = (
-                f"times of {other.format} lie about {words} from those of {rank.format}: check that they are of one run"
-            )
+            message = f"times of {other.format} lie about {words} from those of {rank.format}: check that they are of one run"
         rank.note("times-apart", "warning", message)
     return several and apart > _OTHER_RUN_NS
 

@@ -91,7 +91,9 @@ def blocked(line: GroupLine, older: frozenset[int], rings: Mapping[int, Ring]) -
         missing = _missing_from(line, column, older)
         completed = bool((line.state[:, column] == COMPLETED).any())
         if line.absent and all("gloo" in rings[rank].backends for rank in line.ranks):
-            completed = False  # gloo retires what failed as it does what completed: no proof that all were in it
+            completed = (
+                False  # gloo retires what failed as it does what completed: no proof that all were in it
+            )
         if missing or not completed:  # where some have left and none is missing, it is being completed
             return _node(line, column, missing, () if completed else line.absent, rings)
     return None

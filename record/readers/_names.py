@@ -85,9 +85,13 @@ def ranks_of_names(names: Sequence[str]) -> list[int] | None:
     return None
 
 
-def natural(name: str) -> list[tuple[int, int | str]]:
-    """A sort key by which rank10 comes after rank9."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key by which rank10 comes after rank9; numbers of any length, other scripts' digits are text."""
+    parts = [part for part in re.split(r"([0-9]+)", name) if part]
+    return [
+        (0, len(part.lstrip("0")), part.lstrip("0")) if part.isascii() and part.isdecimal() else (1, 0, part)
+        for part in parts
+    ]
 
 
 # --- the ways of writing it, most certain first -------------------------------------------------

@@ -318,7 +318,9 @@ def _stated(
 ) -> tuple[list[int | None], int | None]:
     """Numbers of the ranks as something states them, and the size of the world."""
     variables = _environment(database)
-    world = next((variables[name] for name in _WORLD_VARIABLES if 0 < variables.get(name, 0) <= MOST_RANKS), None)
+    world = next(
+        (variables[name] for name in _WORLD_VARIABLES if 0 < variables.get(name, 0) <= MOST_RANKS), None
+    )
     largest = communicators.world()
     if largest is not None:
         members = communicators.members[largest]

@@ -47,7 +47,10 @@ def test_reading_a_value_after_every_layer_is_found_and_its_gain_foretold() -> N
     idle = with_it.ranks[0].summary.breakdown.idle
     assert idle.sync < 0.5 * finding.evidence["gain_share"] * with_it.ranks[0].summary.breakdown.window_ns
     assert "counts this mostly under the host (rank 0: " in finding.recommendation.why
-    assert duration(idle.host) in finding.recommendation.why and duration(idle.sync) in finding.recommendation.why
+    assert (
+        duration(idle.host) in finding.recommendation.why
+        and duration(idle.sync) in finding.recommendation.why
+    )
     # The same loop that never waits, its other work unchanged.
     without = analysed(
         LAYER * 40 + (LAYER * 2 + [Host(500, "aten::item"), Host(20_000, "python", "python")]) * 60

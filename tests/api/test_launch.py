@@ -62,6 +62,7 @@ def test_a_port_in_use_says_what_to_do(tmp_path: Path) -> None:
     assert "a port is in use: end the other run" in words
 
 
+@pytest.mark.slow
 def test_time_is_limited_and_stubborn_ranks_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_records_of_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch", reason="recording a run needs torch; install trine[train]")
