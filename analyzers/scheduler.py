@@ -13,7 +13,8 @@ import queue
 import socket
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ __all__ = ["reduce_on_dask"]
 CONNECT_TIMEOUT_S = 15.0
 #: How long a cluster may be without any worker before the rest is given up.
 WORKERLESS_S = 60.0
+#: How often a rank is read again whose result was lost with the worker that held it.
+MOST_LOST = 5
 _TICK_S = 5.0
 
 #: Asked of each worker as text, since nothing of ours can be unpickled where we are not installed.
@@ -54,10 +57,12 @@ def reduce_on_dask(
     distributed = _package()
     with _quiet(), _connected(distributed, scheduler) as client:
         _check_workers(client, scheduler)
-        futures = {
-            client.submit(_reduce, source, selection, pure=False, retries=0): source for source in sources
-        }
-        yield from _collected(distributed, client, futures, timeout_s)
+
+        def submit(source: RankSource) -> Any:
+            return client.submit(_reduce, source, selection, pure=False, retries=0)
+
+        futures = {submit(source): source for source in sources}
+        yield from _collected(distributed, client, futures, submit, timeout_s)
 
 
 def _reduce(source: RankSource, selection: Selection) -> Outcome:
@@ -165,20 +170,30 @@ def _check_workers(client: Any, scheduler: str) -> None:
         )
 
 
-def _collected(
-    distributed: Any, client: Any, futures: dict[Any, RankSource], timeout_s: float
-) -> Iterator[tuple[RankSource, Outcome]]:
-    """Outcomes as they come; what does not come is given up with its reason."""
-    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+def _watch(distributed: Any, client: Any, futures: list[Any], done: queue.SimpleQueue[Any]) -> None:
+    """Put each future into ``done`` when it has come to an end, in a thread of its own."""
 
     def watch() -> None:
         try:
-            for future in distributed.as_completed(list(futures), loop=client.loop, raise_errors=False):
+            for future in distributed.as_completed(futures, loop=client.loop, raise_errors=False):
                 done.put(future)
         except Exception as error:  # noqa: BLE001 - this thread has nobody else to tell
             done.put(error)
 
     threading.Thread(target=watch, name="trine-dask", daemon=True).start()
+
+
+def _collected(
+    distributed: Any,
+    client: Any,
+    futures: dict[Any, RankSource],
+    submit: Callable[[RankSource], Any],
+    timeout_s: float,
+) -> Iterator[tuple[RankSource, Outcome]]:
+    """Outcomes as they come; what does not come is given up with its reason."""
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    again: Counter[int] = Counter()
+    _watch(distributed, client, list(futures), done)
     silent_s = workerless_s = 0.0
     while futures:
         try:
@@ -200,6 +215,14 @@ def _collected(
             raise UnreadableInput(f"the Dask cluster was lost: {type(future).__name__}: {_line(future)}")
         silent_s = 0.0
         source = futures.pop(future)
+        if future.status not in ("finished", "error") and again[source.rank] < MOST_LOST:
+            # Read already, and gone with the worker that held it: a rank that kills workers beside it did that.
+            again[source.rank] += 1
+            new = submit(source)
+            futures[new] = source
+            _watch(distributed, client, [new], done)
+            future.release()
+            continue
         yield source, _outcome(future, source)
         future.release()  # the summary is here now, and need not stay on the cluster
 

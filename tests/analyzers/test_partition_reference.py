@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from analysis_tables import collective_table, rank_of
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from trine.analyzers.breakdown import break_down
@@ -148,6 +148,7 @@ def said(b: Breakdown) -> dict[str, Any]:
 
 @given(events, doings, selections)
 def test_a_device_window_is_divided_as_defined(rows, host, wanted: str) -> None:
+    assume(any(row[1] > 0 for row in rows))  # without any device work the host's operators are divided
     breakdown, reason = break_down(on_device(rows, host), parse_selection(wanted))
     expected = expected_on_device(rows, host, wanted)
     if expected is None:
