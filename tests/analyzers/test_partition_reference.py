@@ -164,6 +164,7 @@ def test_a_device_window_is_divided_as_defined(rows, host, wanted: str) -> None:
 @given(events, doings)
 def test_windows_of_a_record_add_up(rows, host) -> None:
     """A native record's breakdown is the sum of its deep windows', each a partition of its own."""
+    assume(any(row[1] > 0 for row in rows))  # without any device work the host's operators are divided
     windows = (on_device(rows, host), on_device(rows[::-1], host))
     record = rank_of(steps=[(0, OFFSET, OFFSET + END)], format="trine", windows=windows)
     breakdown, _ = break_down(record, parse_selection("all"))
