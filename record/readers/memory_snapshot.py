@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnreadableInput
-from ..model import Job, Quality, Rank, RankSource, Strings
+from ..model import Job, Rank, RankSource, Strings
 from ._memory_events import Events
 from ._memory_history import Device, read_history
 from ._memory_quality import notes_of
 from ._memory_segments import read_segments
 from ._memory_stacks import StackNumber, Stacks
 from ._memory_tables import memory_table, segments_table
-from ._names import rank_of_name, ranks_of_names
 from ._pickle_stream import stream
 from ._pickles import load, read_bytes
+from ._unstated import job_of_unstated
 
 __all__ = ["FORMAT", "open_job", "open_paths", "recognizes"]
 
@@ -69,20 +69,7 @@ def open_job(path: Path) -> Job:
 
 def open_paths(paths: Sequence[Path], origin: Path) -> Job:
     """The ranks that these snapshots make, numbered by their names, else by their order."""
-    notes: list[Quality] = []
-    if len(paths) == 1:
-        named = rank_of_name(str(paths[0]), certain=True)
-        ranks = [named if named is not None else 0]
-    else:
-        found = ranks_of_names([str(path) for path in paths])
-        ranks = found if found is not None else list(range(len(paths)))
-        how = "taken from file names" if found is not None else "numbered in order of file names"
-        notes.append(
-            Quality("rank-unknown", "info", f"memory snapshots do not state their rank; ranks are {how}")
-        )
-    pairs = sorted(zip(ranks, paths, strict=True), key=lambda pair: pair[0])
-    sources = tuple(RankSource(rank, path, read_rank) for rank, path in pairs)
-    return Job(origin, FORMAT, sources, None, quality=notes)
+    return job_of_unstated(paths, origin, FORMAT, read_rank, "memory snapshots")
 
 
 def read_rank(source: RankSource) -> Rank:

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UnreadableInput
-from ..model import Job, Quality, Rank, RankSource, Strings, Table
-from ._names import rank_of_name, ranks_of_names
+from ..model import Job, Rank, RankSource, Strings, Table
 from ._pickles import read_bytes
+from ._unstated import job_of_unstated
 
 __all__ = ["FORMAT", "open_job", "open_paths", "recognizes"]
 
@@ -91,20 +91,7 @@ def open_paths(paths: Sequence[Path], origin: Path) -> Job:
                     f"{path} is the picture of a memory timeline and holds no numbers; export it as "
                     '"timeline.raw.json.gz" (or take a snapshot: torch.cuda.memory._dump_snapshot)'
                 )
-    notes: list[Quality] = []
-    if len(paths) == 1:
-        named = rank_of_name(str(paths[0]), certain=True)
-        ranks = [named if named is not None else 0]
-    else:
-        found = ranks_of_names([str(path) for path in paths])
-        ranks = found if found is not None else list(range(len(paths)))
-        how = "taken from file names" if found is not None else "numbered in order of file names"
-        notes.append(
-            Quality("rank-unknown", "info", f"memory timelines do not state their rank; ranks are {how}")
-        )
-    pairs = sorted(zip(ranks, paths, strict=True), key=lambda pair: pair[0])
-    sources = tuple(RankSource(rank, path, read_rank) for rank, path in pairs)
-    return Job(origin, FORMAT, sources, None, quality=notes)
+    return job_of_unstated(paths, origin, FORMAT, read_rank, "memory timelines")
 
 
 def read_rank(source: RankSource) -> Rank:
