@@ -123,10 +123,13 @@ class Accumulation(_Section):
 
 @dataclass(frozen=True)
 class Parallel(_Section):
-    """The degrees of each kind of parallelism. ``data = "auto"``: every rank that is left over."""
+    """The degrees of each kind of parallelism. ``data = "auto"``: every rank that is left over.
+
+    ``shard`` is the size of the group that ZeRO shards over; left alone, all data-parallel ranks.
+    """
 
     data: int | Literal["auto"] = _key("auto", int, least=1, auto=True)
-    shard: int | Literal["auto"] = _key(1, int, least=1, auto=True)
+    shard: int | Literal["auto"] | None = _key(None, int, least=1, auto=True)
     tensor: int = _key(1, int, least=1)
     sequence: bool = _key(False, bool)
     context: int = _key(1, int, least=1)

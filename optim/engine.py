@@ -13,16 +13,18 @@ before it changes anything. Loops that want their own body use ``engine(batch)``
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trine.optim._facts import facts_of, require_trainable
 from trine.optim.batches import pieces_of, size_of, to_device, tokens_of
 from trine.optim.config import Config
-from trine.optim.techniques import Assembly, Effect, Facts, require_applicable, techniques
+from trine.optim.techniques import Assembly, Effect, require_applicable, techniques
 from trine.record.errors import UsageError
-from trine.record.events import emit
+from trine.record.events import emit, emit_metric
 
 if TYPE_CHECKING:
     import torch
@@ -56,12 +58,17 @@ def optimize(
     """
     config = _config(config)
     require_applicable(config)
-    facts = _facts(model, optimizer)
+    require_trainable(model, optimizer)
+    facts = facts_of(model, optimizer)
     for technique in techniques():
         technique.check(config, facts)
-    assembly = Assembly(model, optimizer, config, facts)
+    from trine.optim.runtime.adoption import named_parameters
+
+    assembly = Assembly(model, optimizer, config, facts, named_parameters(model))
     for technique in techniques():
         technique.apply(assembly)
+    for finish in assembly.finish:
+        finish(assembly)
     for effect in assembly.effects:
         if facts.rank == 0:
             logger.info("%s", effect)
@@ -78,22 +85,44 @@ class Engine:
         clip_norm: float | None,
         scheduler: Any,
     ) -> None:
-        self.model = assembly.model
-        self.optimizer = assembly.optimizer
+        from trine.optim.runtime.update import Update
+
         self.config = assembly.config
         self.effects: tuple[Effect, ...] = tuple(assembly.effects)
         self._assembly = assembly
         self._facts = assembly.facts
         self._loss_fn = loss_fn
-        self._clip_norm = clip_norm
-        self._scheduler = scheduler
+        self._update = Update(assembly, clip_norm, scheduler)
         self._index = 0  # of the step
         self._micro = 0  # micro-batches since the last optimizer step
         self._last_is_near = False  # the loader has no further batch
-        self._weight: float | torch.Tensor = 0.0  # of the gradients summed so far
         self._step_open = False  # by engine.steps; else train_step opens its own
-        self._counted = False
+        self._described = False
         self._loss: torch.Tensor | None = None  # of the step that is running
+        self._close = weakref.finalize(self, _close_all, assembly.closers)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that trains, wrapped as the configuration needs it."""
+        return self._assembly.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was given, or what had to replace it."""
+        return self._assembly.optimizer
+
+    @property
+    def step_index(self) -> int:
+        """Steps that have ended."""
+        return self._index
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Name, as in the model that was given → what the optimizer holds for it: itself, a shard, a master copy."""
+        return dict(self._assembly.parameters)
+
+    def close(self) -> None:
+        """Stop the engine's threads and remove its files; happens by itself when the process ends."""
+        self._close()
 
     # --- loops of the user's own ---------------------------------------------------------------
 
@@ -108,18 +137,15 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
         """Add this micro-batch's gradients. ``count``: tokens that ``loss`` is the mean of, to weigh it by."""
-        self._counted = self._counted or count is not None
-        weight = 1.0 if count is None else float(count)
         emit("phase", name="backward")
-        self._accumulate(loss, weight)
+        self._update.backward(loss, 1.0 if count is None else float(count), count is not None)
 
     def step(self) -> bool:
         """After each micro-batch: steps the optimizer at the last one, and says whether it did."""
         self._micro += 1
         if self._micro < self._assembly.accumulation and not self._last_is_near:
             return False
-        self._optimizer_step()
-        return True
+        return self._optimizer_step()
 
     # --- whole steps ---------------------------------------------------------------------------
 
@@ -130,7 +156,7 @@ class Engine:
         iterator = iter(loader)
         left = len(loader) if hasattr(loader, "__len__") else None  # type: ignore[arg-type]
         while True:
-            emit("step_begin", index=self._index)
+            self._begin_step()
             emit("phase", name="data")
             try:
                 batch = next(iterator)
@@ -167,10 +193,11 @@ class Engine:
             )
         own_step = not self._step_open
         if own_step:
-            emit("step_begin", index=self._index)
+            self._begin_step()
         emit("phase", name="copy")
         batch = to_device(batch, self._facts.device)
-        pieces = pieces_of(batch, self._assembly.accumulation)
+        cut = self._assembly.cut
+        pieces = pieces_of(batch, self._assembly.accumulation) if cut is None else cut(batch)
         weighted: Any = 0.0
         weights: Any = 0.0
         for position, piece in enumerate(pieces):
@@ -178,9 +205,9 @@ class Engine:
             emit("phase", name="forward")
             with self._contexts():
                 result = self._loss_fn(self.model, piece)
-            loss, weight = self._weighed(result, piece, len(pieces))
+            loss, weight, counted = self._weighed(result, piece, len(pieces))
             emit("phase", name="backward")
-            self._accumulate(loss, weight)
+            self._update.backward(loss, weight, counted)
             weighted = weighted + loss.detach() * weight
             weights = weights + weight
         self._optimizer_step()
@@ -205,67 +232,35 @@ class Engine:
         if self._assembly.synchronise is not None:
             self._assembly.synchronise(wanted)
 
-    def _weighed(self, result: Any, piece: Any, pieces: int) -> tuple[torch.Tensor, Any]:
-        """The mean loss and what it weighs: its token count when given, else its samples, else one."""
+    def _weighed(self, result: Any, piece: Any, pieces: int) -> tuple[torch.Tensor, Any, bool]:
+        """The mean loss, what it weighs, and whether that is a token count: else its samples, else one."""
         if isinstance(result, tuple):
-            loss, count = result
-            self._counted = True
-            return loss, count
-        return result, 1.0 if pieces == 1 else float(size_of(piece) or 1)
+            return result[0], result[1], True
+        return result, 1.0 if pieces == 1 else float(size_of(piece) or 1), False
 
-    def _accumulate(self, loss: torch.Tensor, weight: Any) -> None:
-        """Sum weight × gradient; :meth:`_normalise` divides by the sum of weights at the end."""
-        if self._is_plain(weight):
-            loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            (loss * weight).backward()
-        self._weight = self._weight + weight
-
-    def _is_plain(self, weight: Any) -> bool:
-        return isinstance(weight, float) and weight == 1.0
-
-    def _normalise(self) -> None:
-        """Divide the summed gradients by the summed weights, over all ranks when tokens were counted."""
-        import torch
-
-        total: Any = self._weight
-        if self._counted and self._facts.ranks > 1:
-            # DDP averaged over ranks: (1/W) Σ weight·gradient. Times W / Σ weight gives the mean over all tokens.
-            summed = torch.as_tensor(float(total), dtype=torch.float64, device=self._facts.device)
-            torch.distributed.all_reduce(summed)
-            total = float(summed) / self._facts.ranks
-        total = float(total)
-        if total == 0.0:
-            raise UsageError(
-                "no rank counted a token in this step, so its loss has no mean: skip such batches"
-            )
-        if total != 1.0:
-            gradients = [
-                p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None
-            ]
-            torch._foreach_mul_(gradients, 1.0 / total)
-
-    def _optimizer_step(self) -> None:
-        import torch
-
+    def _optimizer_step(self) -> bool:
         emit("phase", name="optimizer")
-        self._normalise()
-        if self._clip_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
-        self.optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self._micro = 0
-        self._weight = 0.0
-        self._counted = False
+        return self._update.step()
+
+    def _begin_step(self) -> None:
+        emit("step_begin", index=self._index)
+        if not self._described:
+            self._described = emit(
+                "configuration",
+                configuration=self.config.to_dict(),
+                effects=[str(effect) for effect in self.effects],
+            )
 
     def _close_step(self, samples: int | None, tokens: int | None) -> None:
         self._step_open = False
+        for name, value in self._assembly.metrics.items():
+            emit_metric(name, value)
         emit("step_end", index=self._index, samples=samples, tokens=tokens, loss=self._loss)
         self._index += 1
         self._loss = None
+        for after in self._assembly.after_step:
+            after()
 
 
 def _config(given: Config | Mapping[str, Any] | str | Path | None) -> Config:
@@ -278,42 +273,6 @@ def _config(given: Config | Mapping[str, Any] | str | Path | None) -> Config:
     return Config.from_toml(given)
 
 
-def _facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Facts:
-    import torch
-    from torch import distributed
-
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"trine.optimize takes a torch.nn.Module first, not a {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"trine.optimize takes a torch optimizer second, not a {type(optimizer).__name__}")
-    parameters = list(model.parameters())
-    if not parameters:
-        raise UsageError(f"{type(model).__name__} has no parameters: there is nothing to train")
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) > 1:
-        listed = ", ".join(sorted(map(str, devices)))
-        raise UsageError(f"the model lies on {listed}: this version trains a model that is on one device")
-    _require_same_parameters(model, optimizer)
-    grouped = distributed.is_available() and distributed.is_initialized()
-    return Facts(
-        device=devices.pop(),
-        ranks=distributed.get_world_size() if grouped else 1,
-        rank=distributed.get_rank() if grouped else 0,
-        backend=distributed.get_backend() if grouped else None,
-        model=model,
-        optimizer=optimizer,
-    )
-
-
-def _require_same_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer over other parameters than the model's trains nothing, silently."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if trained and not any(id(p) in held for _, p in trained):
-        raise UsageError(
-            "the optimizer holds none of the model's parameters, so it would train nothing: make it from "
-            "model.parameters() after the model has its final form"
-        )
-    left = [name for name, p in trained if id(p) not in held]
-    if left:
-        logger.info("%d parameters are in no group of the optimizer, %s among them", len(left), left[0])
+def _close_all(closers: list[Callable[[], None]]) -> None:
+    for close in reversed(closers):
+        close()

@@ -43,6 +43,12 @@ class EngineEvents:
             session.marker.base(PHASES.index(name) if name in PHASES else OTHER)
         elif kind == "metric":
             session.log(**{str(values["name"]): values.get("value")})
+        elif kind == "configuration":
+            session.guard.run("configuration", self._describe, values)
+
+    def _describe(self, values: dict[str, Any]) -> None:
+        """What the engine applies stands in ``run.json``, unless the program has said it itself."""
+        self._session.describe(configuration=values.get("configuration"), effects=values.get("effects"))
 
     def _begin(self, index: int | None) -> None:
         session = self._session

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["emit", "listen"]
+__all__ = ["emit", "emit_metric", "listen"]
 
 logger = logging.getLogger("trine")
 
@@ -24,7 +24,8 @@ def listen(listener: Listener) -> Callable[[], None]:
     """Call ``listener(kind, values)`` for every event; returns a function that stops it.
 
     Kinds: ``step_begin`` {index}, ``step_end`` {index, tokens, samples, loss}, ``step_cancel`` {index} (it began, and
-    there was no batch for it), ``phase`` {name}, ``metric`` {name, value}.
+    there was no batch for it), ``phase`` {name}, ``metric`` {name, value}, ``configuration`` {configuration, effects}
+    (what an engine applies, and what that changed, in words).
     """
     global _listeners
     _listeners = (*_listeners, listener)
@@ -36,14 +37,24 @@ def listen(listener: Listener) -> Callable[[], None]:
     return stop
 
 
-def emit(kind: str, **values: Any) -> None:
-    """Tell every listener. Never raises."""
-    global _listeners
+def emit_metric(name: str, read: Callable[[], float | None]) -> None:
+    """Tell every listener a metric's value, which is read only where somebody listens. ``None`` is not told."""
     if not _listeners:
         return
+    value = read()
+    if value is not None:
+        emit("metric", name=name, value=value)
+
+
+def emit(kind: str, **values: Any) -> bool:
+    """Tell every listener, and say whether there is any. Never raises."""
+    global _listeners
+    if not _listeners:
+        return False
     for listener in _listeners:
         try:
             listener(kind, values)
         except Exception:
             logger.warning("a listener of %r events failed and was dropped", kind, exc_info=True)
             _listeners = tuple(other for other in _listeners if other is not listener)
+    return True

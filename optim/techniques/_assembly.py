@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trine.optim.topology import Topology
 
 if TYPE_CHECKING:
     import torch
 
     from trine.optim.config import Config
+    from trine.optim.runtime.exchange import Reduction
 
-__all__ = ["Assembly", "Effect", "Facts"]
+__all__ = ["Assembly", "Effect", "Facts", "Scaler", "Stateful"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,7 @@ class Facts:
     """Where the model runs, taken from the model and the process group before anything changes."""
 
     device: torch.device
-    ranks: int
-    rank: int
+    topology: Topology
     backend: str | None  # of the default process group; None without one
     model: torch.nn.Module  # as it was given
     optimizer: torch.optim.Optimizer
@@ -30,6 +32,16 @@ class Facts:
     def device_type(self) -> str:
         """``cpu``, ``cuda``, ..."""
         return self.device.type
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return self.topology.ranks
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self.topology.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +57,72 @@ class Effect:
         return f"{self.key}: {self.before} → {self.after}" + (f" ({self.note})" if self.note else "")
 
 
+class Stateful(Protocol):
+    """What a checkpoint must hold besides model and optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and strings in dictionaries."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back, on the same rank."""
+
+
+class Scaler(Stateful, Protocol):
+    """Scales losses so that small gradients survive a low-precision backward."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on."""
+
+    def unscale(self, gradients: list[torch.Tensor]) -> bool:
+        """Divide in place, before clipping; whether all are finite, agreed by all ranks."""
+
+    def update(self, was_finite: bool) -> None:
+        """After each step, taken or skipped."""
+
+
 @dataclass(slots=True)
 class Assembly:
-    """The run under construction. Techniques replace or extend its parts in their order."""
+    """The run under construction. Techniques replace or extend its parts in their order.
+
+    One step runs, in this order: ``cut`` the batch; for each micro-batch ``synchronise(last?)``, ``contexts`` around
+    forward and loss, backward of the scaled loss; then once ``collect``, dividing by the summed weights, ``exchange``,
+    unscaling, clipping, ``optimizer.step()``, ``after_update(stepped?)``, ``zero_grad``.
+    """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     config: Config
     facts: Facts
+    #: Name, as in the model that was given → the parameter that the optimizer holds for it (a shard, a master copy, or
+    #: itself). :func:`trine.optim.runtime.adoption.replace_parameters` keeps it.
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     #: Entered around every forward, the loss included.
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     #: Applied to the loader by ``engine.steps``, in order.
     loaders: list[Callable[[Iterable[Any]], Iterable[Any]]] = field(default_factory=list)
-    #: Micro-batches of a step.
+    #: Micro-batches of a step, for loops with a body of their own.
     accumulation: int = 1
-    #: Set while gradients must not be synchronised; takes whether to synchronise.
+    #: A batch → its micro-batches; ``None`` cuts into ``accumulation`` equal pieces.
+    cut: Callable[[Any], list[Any]] | None = None
+    #: Takes whether the next backward synchronises gradients.
     synchronise: Callable[[bool], None] | None = None
+    scaler: Scaler | None = None
+    #: After the last backward: move gradients to the parameters that the optimizer holds.
+    collect: list[Callable[[], None]] = field(default_factory=list)
+    #: After normalising: what else happens to gradients before clipping; false where this step has none to apply yet.
+    exchange: list[Callable[[], bool]] = field(default_factory=list)
+    #: After the update, taken (true) or skipped.
+    after_update: list[Callable[[bool], None]] = field(default_factory=list)
+    #: After each step has ended; the place for what measures first and changes later.
+    after_step: list[Callable[[], None]] = field(default_factory=list)
+    #: How a flat bucket of gradients becomes its mean over the replicas; ``None``: the backend's all-reduce.
+    reduction: Reduction | None = None
+    #: Run once, when every technique has been applied.
+    finish: list[Callable[[Assembly], None]] = field(default_factory=list)
+    #: Name → state that a checkpoint must hold.
+    state: dict[str, Stateful] = field(default_factory=dict)
+    #: Name → its value in the step that ends; read at the end of each step, told as ``metric`` events.
+    metrics: dict[str, Callable[[], float | None]] = field(default_factory=dict)
+    #: Stop threads, remove files; called by ``engine.close`` and when the process ends.
+    closers: list[Callable[[], None]] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)

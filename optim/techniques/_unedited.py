@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from trine.optim._facts import facts_of
 from trine.optim.config import Config
 from trine.optim.techniques import refusals
-from trine.optim.techniques._assembly import Assembly, Facts
+from trine.optim.techniques._assembly import Assembly
 from trine.record.errors import UsageError
 
 __all__ = ["APPLICABLE", "install", "refusals_without_code"]
@@ -157,7 +158,7 @@ def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
     # Several models (a GAN) or several optimizers: each pair in turn, for a technique looks at one of each.
     for model in models:
         inner = getattr(model, "module", model)
-        facts = _facts(inner, optimizers[0])
+        facts = facts_of(inner, optimizers[0])
         assembly = Assembly(inner, optimizers[0], config, facts)
         for technique in (attention, compilation):
             technique.check(config, facts)
@@ -170,24 +171,9 @@ def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
             model.register_forward_pre_hook(around.before)
             model.register_forward_hook(around.after, always_call=True)
     for optimizer in optimizers:
-        facts = _facts(getattr(models[0], "module", models[0]), optimizer)
+        facts = facts_of(getattr(models[0], "module", models[0]), optimizer)
         fused_optimizer.check(config, facts)
         fused_optimizer.apply(Assembly(models[0], optimizer, config, facts))
-
-
-def _facts(model: Any, optimizer: Any) -> Facts:
-    import torch
-
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    parameter = next(iter(model.parameters()))
-    return Facts(
-        device=parameter.device,
-        ranks=torch.distributed.get_world_size() if distributed else 1,
-        rank=torch.distributed.get_rank() if distributed else 0,
-        backend=torch.distributed.get_backend() if distributed else None,
-        model=model,
-        optimizer=optimizer,
-    )
 
 
 class _AroundForward:

@@ -45,7 +45,7 @@ FLOORS = [
 
 #: Package → where it may be imported at module level, and where inside functions besides.
 GUARDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "torch": (("trine.profiler", "trine.samples"), ("trine.optim",)),
+    "torch": (("trine.profiler", "trine.samples", "trine.optim.runtime"), ("trine.optim",)),
     "dash": (("trine.dashboard",), ()),
     "dash_mantine_components": (("trine.dashboard",), ()),
     "dash_ag_grid": (("trine.dashboard",), ()),

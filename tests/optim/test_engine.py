@@ -184,6 +184,7 @@ def test_events_tell_each_step_and_phase() -> None:
     ]
     assert seen == [
         ("step_begin", 0),
+        ("configuration", None),
         *one,
         ("step_end", 0),
         ("step_begin", 1),

@@ -1,0 +1,250 @@
+"""Does a technique train the same? Every technique and many combinations against the plain run, 30 steps each.
+
+    python benchmarks/parity.py                     every case
+    python benchmarks/parity.py zero compression    the cases whose names contain one of these
+
+Each case trains the sample GPT on real text twice: plain, in one process on the whole batch, and by the engine with the
+case's configuration on its ranks, each on its share of that batch. What is compared is the mean loss of every step,
+relative to the plain one's, and whether the replicas are the same bits at the end. In float64 a scaling bug (a mean of
+means, a forgotten division) stands out from rounding by eight orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from parity_cases import CASES, Case
+
+__all__ = ["Outcome", "outcome_of", "run_rank"]
+
+#: Samples of a step over all ranks; divisible by 8 ranks and by two micro-batches on 4.
+BATCH = 8
+STEPS = 30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case came to."""
+
+    case: Case
+    worst: float  # largest relative difference of a step's loss
+    last: float  # relative difference of the mean of the last five losses
+    same_replicas: bool
+    refused: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Within the case's tolerance, on replicas of the same bits."""
+        measured = self.last if self.case.by_last else self.worst
+        return not self.refused and self.same_replicas and measured <= self.case.tolerance
+
+
+@functools.lru_cache(maxsize=1)
+def text() -> bytes:
+    """Source code, the same on every machine: this package's own would change with each commit."""
+    lines = (f"def function_{n}(x):\n    return x * {n} + {n * n % 17}\n" for n in range(2000))
+    return "".join(lines).encode()
+
+
+def model_of(case: Case) -> Any:
+    """The case's GPT, seeded."""
+    import torch
+
+    from trine.samples.gpt import GPT, GPTConfig
+
+    shape: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32}
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**shape, **case.model}))
+    return model.double() if case.dtype == "float64" else model
+
+
+def batch_of(step: int, rank: int = 0, ranks: int = 1) -> Any:
+    """The rank's share of the step's batch: ids and targets, (BATCH / ranks, 32) each."""
+    import torch
+
+    from trine.samples.text import SourceText
+
+    data = SourceText(text(), 32)
+    size = BATCH // ranks
+    start = step * BATCH + rank * size
+    pairs = [data[position % len(data)] for position in range(start, start + size)]
+    return torch.stack([ids for ids, _ in pairs]), torch.stack([targets for _, targets in pairs])
+
+
+def optimizer_of(case: Case, model: Any) -> Any:
+    """AdamW as people set it, or SGD, whose steps are proportional to gradients: a wrong scale shows at once."""
+    import torch
+
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@functools.lru_cache(maxsize=32)
+def _plain_losses(
+    dtype: str, optimizer: str, model: tuple[tuple[str, Any], ...], steps: int
+) -> tuple[float, ...]:
+    import torch
+
+    from trine.samples.gpt import loss_of
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have it: more threads sum in another order
+    case = Case("plain", {}, dtype=dtype, optimizer=optimizer, model=dict(model))
+    plain = model_of(case)
+    stepper = optimizer_of(case, plain)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(plain, batch_of(step))
+        loss.backward()
+        stepper.step()
+        stepper.zero_grad()
+        losses.append(float(loss.detach()))
+    torch.set_num_threads(threads)
+    return tuple(losses)
+
+
+def plain_losses(case: Case, steps: int = STEPS) -> tuple[float, ...]:
+    """Losses of the loop that people write, in this process, on the whole batch."""
+    return _plain_losses(case.dtype, case.optimizer, tuple(sorted(case.model.items())), steps)
+
+
+def run_rank(rank: int, ranks: int, case: Case, steps: int = STEPS) -> tuple[list[float], list[float]]:
+    """This rank's losses by the engine, and sums of its parameters: replicas must agree in every bit.
+
+    Parameters that are sharded are gathered first. To be called on every rank of a process group, or alone.
+    """
+    import torch
+
+    import trine
+    from trine.samples.gpt import loss_of
+
+    model = model_of(case)
+    config = trine.Config().with_changes(case.changes)
+    engine = trine.optimize(model, optimizer_of(case, model), config, loss_fn=loss_of)
+    try:
+        batches = (batch_of(step, rank, ranks) for step in range(steps))
+        losses = [float(engine.train_step(batch)) for batch in engine.steps(batches)]
+        sums = []
+        for parameter in model.parameters():
+            value = parameter.detach()
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            sums.append(float(value.double().mul(torch.arange(value.numel()).view_as(value) + 1.0).sum()))
+        return losses, sums
+    finally:
+        engine.close()
+
+
+def outcome_of(case: Case, by_rank: Sequence[tuple[list[float], list[float]]], steps: int = STEPS) -> Outcome:
+    """Compare what the ranks returned with the plain run."""
+    plain = plain_losses(case, steps)
+    means = [sum(losses) / len(by_rank) for losses in zip(*(losses for losses, _ in by_rank), strict=True)]
+    apart = [abs(a - b) / abs(b) for a, b in zip(means, plain, strict=True)]
+    last = abs(sum(means[-5:]) / sum(plain[-5:]) - 1.0)
+    worst = max(float("inf") if math.isnan(difference) else difference for difference in apart)
+    return Outcome(case, worst, last, all(sums == by_rank[0][1] for _, sums in by_rank))
+
+
+# --- standing alone ----------------------------------------------------------------------------
+
+
+def _serve(rank: int, ranks: int, port: int, environment: Mapping[str, str], pipe: Any) -> None:
+    os.environ.update(environment, OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    torch.set_num_threads(1)
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    while (case := pipe.recv()) is not None:
+        try:
+            pipe.send(run_rank(rank, ranks, case))
+        except Exception as error:  # noqa: BLE001 - printed in the table
+            pipe.send(f"{type(error).__name__}: {error}" if str(error) else traceback.format_exc())
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+
+
+def _run_together(ranks: int, environment: Mapping[str, str], cases: Sequence[Case]) -> list[Outcome]:
+    """All cases of one size and environment, on processes that are started once."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, ranks, port, environment, theirs), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    outcomes = []
+    for case in cases:
+        for pipe in pipes:
+            pipe.send(case)
+        answers = [pipe.recv() if pipe.poll(300) else "no answer in 300 s" for pipe in pipes]
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        inf = float("inf")
+        outcomes.append(
+            Outcome(case, inf, inf, False, failures[0]) if failures else outcome_of(case, answers)
+        )
+        print(_line(outcomes[-1]), flush=True)
+        if any("no answer" in failure for failure in failures):
+            break  # a rank hangs: the group is of no use any more
+    for pipe in pipes:
+        with suppress(OSError):
+            pipe.send(None)
+    for process in processes:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+    return outcomes
+
+
+def _line(outcome: Outcome) -> str:
+    case = outcome.case
+    measured = outcome.last if case.by_last else outcome.worst
+    said = (
+        "ok"
+        if outcome.holds
+        else outcome.refused or ("replicas differ" if not outcome.same_replicas else "TOO FAR")
+    )
+    return (
+        f"{case.name:<44} {case.ranks:>5} {case.dtype:>8} {measured:>10.1e} {case.tolerance:>10.0e}  {said}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; 1 where a case does not hold."""
+    parser = argparse.ArgumentParser(prog="parity", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="only cases whose names contain one of these"
+    )
+    words = parser.parse_args(argv).words
+    chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
+    print(f"{'case':<44} {'ranks':>5} {'dtype':>8} {'apart':>10} {'tolerance':>10}")
+    outcomes: list[Outcome] = []
+    places = sorted({(case.ranks, tuple(sorted(case.environment.items()))) for case in chosen})
+    for ranks, environment in places:
+        same = [c for c in chosen if (c.ranks, tuple(sorted(c.environment.items()))) == (ranks, environment)]
+        outcomes += _run_together(ranks, dict(environment), same)
+    failed = [outcome for outcome in outcomes if not outcome.holds]
+    print(f"{len(outcomes) - len(failed)} of {len(chosen)} cases hold")
+    return 1 if failed or len(outcomes) < len(chosen) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

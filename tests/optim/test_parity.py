@@ -1,0 +1,40 @@
+"""Every case of ``benchmarks/parity.py`` holds: the quick ones for fewer steps, all of them with ``-m slow``."""
+
+from __future__ import annotations
+
+import parity_ranks
+import pytest
+from parity_ranks import parity
+
+CASES = parity.CASES
+#: Scaling bugs show at once; what builds up needs the benchmark's thirty.
+QUICK_STEPS = 8
+
+
+def test_names_are_unique() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.slow], ids=lambda case: case.name)
+def test_quick(case: parity.Case, request: pytest.FixtureRequest) -> None:
+    _hold(case, QUICK_STEPS, request)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns itself
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_whole(case: parity.Case, request: pytest.FixtureRequest) -> None:
+    _hold(case, parity.STEPS, request)
+
+
+def _hold(case: parity.Case, steps: int, request: pytest.FixtureRequest) -> None:
+    if case.ranks == 1:
+        by_rank = [parity_ranks.run_case(0, case.name, steps)]
+    else:
+        pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks", 8: "eight_ranks"}[case.ranks])
+        by_rank = pool.run("parity_ranks:run_case", case.name, steps)
+    outcome = parity.outcome_of(case, by_rank, steps)
+    assert outcome.holds, (
+        f"{outcome.worst:.2e} apart at worst, {outcome.last:.2e} at last, {outcome.same_replicas=}"
+    )
