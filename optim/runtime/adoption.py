@@ -11,7 +11,7 @@ from torch import nn
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["named_parameters", "replace_parameters"]
+__all__ = ["named_parameters", "plain_name", "replace_parameters"]
 
 #: What wrappers put in front of a parameter's name.
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -31,7 +31,7 @@ def plain_name(name: str) -> str:
 
 def replace_parameters(
     assembly: Assembly,
-    replaced: Mapping[nn.Parameter, nn.Parameter],
+    replaced: Mapping[torch.Tensor, nn.Parameter],
     convert: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
 ) -> None:
     """Point the assembly's optimizer and names at new parameters, and carry the optimizer's state over.
@@ -55,6 +55,6 @@ def replace_parameters(
     assembly.parameters = {name: replaced.get(p, p) for name, p in assembly.parameters.items()}
 
 
-def _converted(value: Any, old: nn.Parameter, new: nn.Parameter, convert: Any) -> Any:
+def _converted(value: Any, old: torch.Tensor, new: nn.Parameter, convert: Any) -> Any:
     is_moment = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == old.shape
     return convert(value, new) if is_moment else value

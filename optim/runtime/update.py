@@ -66,6 +66,8 @@ class Update:
             assembly.scaler.update(finite)
             if not finite:
                 return False
+        for inspect in assembly.inspect:
+            inspect()
         if self._clip_norm is not None:
             parameters = [p for group in assembly.optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)

@@ -86,7 +86,7 @@ class Assembly:
 
     One step runs, in this order: ``cut`` the batch; for each micro-batch ``synchronise(last?)``, ``contexts`` around
     forward and loss, backward of the scaled loss; then once ``collect``, dividing by the summed weights, ``exchange``,
-    unscaling, clipping, ``optimizer.step()``, ``after_update(stepped?)``, ``zero_grad``.
+    unscaling, ``inspect``, clipping, ``optimizer.step()``, ``after_update(stepped?)``, ``zero_grad``.
     """
 
     model: torch.nn.Module
@@ -111,6 +111,8 @@ class Assembly:
     collect: list[Callable[[], None]] = field(default_factory=list)
     #: After normalising: what else happens to gradients before clipping; false where this step has none to apply yet.
     exchange: list[Callable[[], bool]] = field(default_factory=list)
+    #: Sees the gradients that the update will use, unscaled and not yet clipped; changes nothing.
+    inspect: list[Callable[[], None]] = field(default_factory=list)
     #: After the update, taken (true) or skipped.
     after_update: list[Callable[[bool], None]] = field(default_factory=list)
     #: After each step has ended; the place for what measures first and changes later.
