@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from trine.optim.config import Config
     from trine.optim.runtime.exchange import Reduction
+    from trine.optim.runtime.exchange.thread import CommunicationThread
 
 __all__ = ["Assembly", "Effect", "Facts", "Scaler", "Stateful"]
 
@@ -119,6 +120,8 @@ class Assembly:
     after_step: list[Callable[[], None]] = field(default_factory=list)
     #: How a flat bucket of gradients becomes its mean over the replicas; ``None``: the backend's all-reduce.
     reduction: Reduction | None = None
+    #: Runs ``reduction``; :func:`trine.optim.runtime.exchange.thread.thread_of` makes it when first needed.
+    communication: CommunicationThread | None = None
     #: Run once, when every technique has been applied.
     finish: list[Callable[[Assembly], None]] = field(default_factory=list)
     #: Name → state that a checkpoint must hold.
