@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from trine.record.errors import TrineError
-from trine.record.hardware import Peaks, processor_name
+from trine.record.hardware import Peaks, fit_latency_bandwidth, processor_name
 
 __all__ = [
     "calibrate_all",
@@ -168,32 +168,6 @@ def measure_all_reduce(ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS) -> d
         "alpha_s": alpha,
         "bytes_per_s": beta,
     }
-
-
-def fit_latency_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """(α in seconds, β in bytes a second) of T = α + S/β, by least squares of relative errors.
-
-    Relative, so that a 16 MiB message does not drown an 8 B one. α is at least a tenth of the shortest time:
-    noise must not make it nought or negative.
-    """
-    weights = [1 / t for t in seconds]
-    # Of rows (w, w·S) against 1: normal equations of two unknowns.
-    a = sum(w * w for w in weights)
-    b = sum(w * w * s for w, s in zip(weights, sizes, strict=True))
-    c = sum(w * w * s * s for w, s in zip(weights, sizes, strict=True))
-    p = sum(weights)
-    q = sum(w * s for w, s in zip(weights, sizes, strict=True))
-    determinant = a * c - b * b
-    alpha = (p * c - q * b) / determinant
-    slope = (a * q - b * p) / determinant
-    floor = min(seconds) / 10
-    if alpha < floor:
-        alpha = floor
-        slope = (q - b * alpha) / c
-    largest = max(range(len(sizes)), key=lambda position: sizes[position])
-    if slope <= 0:  # all latency, as far as can be seen: the largest message bounds the bandwidth
-        slope = seconds[largest] / sizes[largest]
-    return alpha, 1 / slope
 
 
 def _at_least(peaks: Peaks, single: Mapping[str, float]) -> Peaks:
