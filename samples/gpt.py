@@ -3,21 +3,31 @@
 Pre-norm blocks, learned positions, GELU feed-forward, tied embedding and output head: the
 architecture of GPT-2 (Radford et al. 2019). Attention can be chosen while it trains: ``manual``
 writes out softmax(QKᵀ/√d)V with a mask, which stores the sequence × sequence matrix, and ``sdpa``
-calls PyTorch's fused kernel. Both compute the same function.
+calls PyTorch's fused kernel. Both compute the same function. Rows may hold several documents (``positions`` and
+``documents``): attention then ends at their borders, also by ``varlen`` and ``flex`` on CUDA.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from trine.optim.runtime.documents import Documents
+from trine.optim.runtime.packed_attention import Visible, attend, visible_of
+
 __all__ = ["GPT", "Attention", "Block", "GPTConfig", "loss_of"]
 
 ATTENTIONS = ("manual", "sdpa")
+#: Of packed rows alone.
+PACKED_ATTENTIONS = ("varlen", "flex")
+#: Targets without a loss, as torch.nn.functional.cross_entropy has it.
+IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class GPTConfig:
 class Attention(nn.Module):
     """Causal self-attention, (batch, sequence, hidden) to the same."""
 
+    attentions = (*ATTENTIONS, *PACKED_ATTENTIONS)
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
@@ -54,24 +66,27 @@ class Attention(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def set_attention(self, implementation: str) -> None:
-        """Choose ``manual`` or ``sdpa`` from the next call on."""
-        if implementation not in ATTENTIONS:
-            raise ValueError(f"attention {implementation!r} is none of {ATTENTIONS}")
+        """Choose ``manual`` or ``sdpa``, or for packed rows ``varlen`` or ``flex``, from the next call on."""
+        if implementation not in self.attentions:
+            raise ValueError(f"attention {implementation!r} is none of {self.attentions}")
         self.implementation = implementation
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of (batch, sequence, hidden)."""
+    def forward(self, x: torch.Tensor, visible: Visible | None = None) -> torch.Tensor:
+        """Of (batch, sequence, hidden). ``visible``: what tokens may see in packed rows; else all before them."""
         batch, sequence, hidden = x.shape
         split = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        if self.implementation == "sdpa":
+        if visible is not None and self.implementation != "manual":
+            mixed = attend(query, key, value, visible, dropout)
+        elif self.implementation != "manual":
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, dropout_p=dropout
             )
         else:
             scores = query @ key.transpose(-2, -1) / math.sqrt(hidden // self.heads)
-            scores = scores.masked_fill(~self.mask[:sequence, :sequence], float("-inf"))
+            mask = self.mask[:sequence, :sequence] if visible is None else visible
+            scores = scores.masked_fill(~mask, float("-inf"))  # type: ignore[operator]
             mixed = functional.dropout(scores.softmax(-1), dropout, self.training) @ value
         result: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
         return result
@@ -89,9 +104,9 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.hidden, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of (batch, sequence, hidden)."""
-        x = x + self.dropout(self.attention(self.norm1(x)))
+    def forward(self, x: torch.Tensor, visible: Visible | None = None) -> torch.Tensor:
+        """Of (batch, sequence, hidden); ``visible`` as for :class:`Attention`."""
+        x = x + self.dropout(self.attention(self.norm1(x), visible))
         result: torch.Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
         return result
 
@@ -117,20 +132,53 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of (batch, sequence), int64; at most the configured sequence long."""
-        positions = torch.arange(ids.shape[1], device=ids.device)
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> torch.Tensor:
+        """Of (batch, sequence), int64; at most the configured sequence long.
+
+        Packed rows come with the ``positions`` of tokens in their documents, (batch, sequence), and with the
+        ``documents``' borders; a row may then be longer than the configured sequence.
+        """
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)
+        visible = None if documents is None else visible_of(documents, self._implementation())
         x = self.dropout(self.tokens(ids) + self.positions(positions))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, visible)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
+    def _implementation(self) -> str:
+        return next(module.implementation for module in self.modules() if isinstance(module, Attention))
 
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Mean cross-entropy of the next token, in nats. ``batch``: ids and targets, both (batch, sequence)."""
+
+def loss_of(model: nn.Module, batch: Any) -> Any:
+    """Mean cross-entropy of the next token, in nats.
+
+    ``batch``: ids and targets, both (batch, sequence). Or a mapping, padded or packed, whose rows hold different numbers
+    of tokens, for ``(mean, tokens)``: ``input_ids`` and ``labels``, the same ids with -100 where there is no loss; and
+    ``positions`` and ``documents`` where rows are packed.
+    """
+    if isinstance(batch, Mapping):
+        return _loss_of_documents(model, batch)
     ids, targets = batch
     logits = model(ids).flatten(0, 1)
     if logits.element_size() < 4:  # the loss of many classes needs more than bf16's eight bits
         logits = logits.float()
     return functional.cross_entropy(logits, targets.flatten())
+
+
+def _loss_of_documents(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean over all tokens that have a next one, and how many they are; nought where there is none."""
+    packing = {name: batch[name] for name in ("positions", "documents") if name in batch}
+    logits = model(batch["input_ids"], **packing).flatten(0, 1)
+    if logits.element_size() < 4:
+        logits = logits.float()
+    targets = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+    count = (targets != IGNORED).sum()
+    total = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return total / count.clamp(min=1), count
