@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trine.optim._facts import facts_of, require_trainable
+from trine.optim._override import current_override
 from trine.optim.batches import pieces_of, size_of, to_device, tokens_of
 from trine.optim.config import Config
 from trine.optim.techniques import Assembly, Effect, require_applicable, techniques
@@ -57,6 +58,9 @@ def optimize(
     do; model and optimizer are untouched then.
     """
     config = _config(config)
+    override = current_override()
+    if override is not None:
+        config = override.configuration(config)
     require_applicable(config)
     require_trainable(model, optimizer)
     facts = facts_of(model, optimizer)
@@ -69,6 +73,8 @@ def optimize(
         technique.apply(assembly)
     for finish in assembly.finish:
         finish(assembly)
+    if override is not None:
+        override.attach(assembly)
     for effect in assembly.effects:
         if facts.rank == 0:
             logger.info("%s", effect)

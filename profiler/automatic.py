@@ -226,12 +226,13 @@ class AutomaticSession(Session):
 class Discovery:
     """Watches for the start of training, then opens the session that ``make(models, optimizers)`` gives.
 
-    ``prepare(models, optimizers)`` is called just before, for what a configuration changes in them.
+    ``prepare(models, optimizers)`` is called just before, for what a configuration changes in them. Where ``make`` gives
+    ``None``, that is all that was wanted, and nothing is recorded.
     """
 
     def __init__(
         self,
-        make: Callable[[list[Any], list[Any]], AutomaticSession],
+        make: Callable[[list[Any], list[Any]], AutomaticSession | None],
         prepare: Callable[[list[Any], list[Any]], None] | None = None,
     ) -> None:
         self._make = make
@@ -388,6 +389,10 @@ class Discovery:
             models = outermost_modules(self._optimizers)
             self._apply(models)
             session = self._make(models, list(self._optimizers))
+            if session is None:
+                self._over = True
+                self._remove_all()
+                return False
             session.__enter__()
             self.session = session
             session.guard.run("steps", session._begin)

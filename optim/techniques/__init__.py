@@ -6,6 +6,7 @@ A technique module has
     ORDER     when it is applied among the others (attention before compile before data parallel)
     QUANTITY  what it exists to change, as a name in Trine's record
     NUMERICS  what it does to the numbers, with the tolerance its tests hold it to
+    tolerance(config)      how far losses and first gradients may be from the plain run's; None where it is not used
     refusal(config)        why this version cannot apply a value of its keys, or None; no torch
     check(config, facts)   raises UsageError where model, machine or other keys forbid it
     apply(assembly)        does it, and records an Effect
@@ -23,9 +24,19 @@ from typing import Protocol, cast
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
-__all__ = ["Assembly", "Effect", "Facts", "Technique", "refusals", "require_applicable", "techniques"]
+__all__ = [
+    "Assembly",
+    "Effect",
+    "Facts",
+    "Technique",
+    "refusals",
+    "require_applicable",
+    "techniques",
+    "tolerance_of",
+]
 
 
 class Technique(Protocol):
@@ -39,6 +50,9 @@ class Technique(Protocol):
 
     def refusal(self, config: Config) -> str | None:
         """Why this version cannot apply a value of its keys; starts with or holds the key."""
+
+    def tolerance(self, config: Config) -> Tolerance | None:
+        """How far a run with ``config`` may be from the plain one because of its keys; None where they are not set."""
 
     def check(self, config: Config, facts: Facts) -> None:
         """Raise ``UsageError`` where model, machine or other keys forbid it."""
@@ -75,3 +89,12 @@ def require_applicable(config: Config) -> None:
     """Raise ``UsageError`` with the first refusal, before anything is changed."""
     for reason in refusals(config).values():
         raise UsageError(reason)
+
+
+def tolerance_of(config: Config) -> Tolerance:
+    """What all techniques that ``config`` uses state together; nought where it changes nothing."""
+    total = Tolerance(0.0, 0.0)
+    for technique in techniques():
+        stated = technique.tolerance(config) if hasattr(technique, "tolerance") else None
+        total = total if stated is None else total.plus(stated)
+    return total

@@ -1,0 +1,127 @@
+"""`trine verify`: the same is called the same, and each fault is named with its parameter, step and key."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+SCRIPT = TESTS / "verified_training.py"
+
+LOOP = """
+import torch
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(40):
+    inputs, targets = torch.randn(16, 8), torch.randint(0, 4, (16,))
+    torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def verify(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "NO_COLOR": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "trine", "verify", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def report(*arguments: str, folder: Path | None = None) -> tuple[int, dict[str, Any]]:
+    ended = verify("--format", "json", *arguments, folder=folder)
+    assert ended.returncode in (0, 1), ended.stderr
+    return ended.returncode, json.loads(ended.stdout)
+
+
+def test_an_engine_that_trains_the_same() -> None:
+    code, found = report("-n", "4", str(SCRIPT))
+    assert code == 0
+    assert found["verdict"] == "same within the stated tolerance"
+    assert [check["name"] for check in found["checks"]] == ["losses", "gradients", "replicas"]
+    assert all(check["holds"] for check in found["checks"])
+    assert found["steps"] == 4
+    assert found["configuration"] == {"compute": {"fuse": ["optimizer"]}, "accumulation": {"steps": 2}}
+    assert 0.0 < found["tolerance"]["loss"] < 1e-4
+
+
+def test_a_wrong_gradient_is_named() -> None:
+    ended = verify("-n", "2", "--no-search", str(SCRIPT), "scale")
+    assert ended.returncode == 1, ended.stderr
+    failed = next(line for line in ended.stdout.splitlines() if line.startswith("FAIL  gradients"))
+    assert "blocks.1.up.weight at step 0: 5.0e-01 apart" in failed
+    assert ended.stdout.splitlines()[-1].startswith("not the same: ")
+
+
+@pytest.mark.torchrun
+def test_a_replica_that_drifts_is_named_with_its_step() -> None:
+    code, found = report("-n", "4", "--ranks", "2", "--no-search", str(SCRIPT), "replica")
+    assert code == 1
+    replicas = next(check for check in found["checks"] if check["name"] == "replicas")
+    assert not replicas["holds"]
+    assert replicas["said"] == "blocks.1.up.weight differs between rank 0 and rank 1 after step 2"
+
+
+def test_a_run_that_ends_early_is_not_the_same() -> None:
+    code, found = report("-n", "6", "--no-search", str(SCRIPT), "fewer")
+    assert code == 1
+    assert found["checks"][0]["said"] == "the optimised run took 3 steps where the plain one took 6"
+
+
+def test_a_loop_without_an_engine_and_the_key_at_fault(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "both.toml").write_text('[precision]\ndtype = "bf16"\n[compute]\nfuse = ["optimizer"]\n')
+    ended = verify(
+        "-n", "3", "--config", "both.toml", "--loss-tolerance", "1e-6", "--gradient-tolerance", "1e-6", "loop.py",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout.splitlines()[-1].endswith("the key at fault is precision.dtype")
+    code, found = report("-n", "3", "--config", "both.toml", "loop.py", folder=tmp_path)
+    assert code == 0, found
+
+
+def test_a_script_that_breaks_says_its_own_error() -> None:
+    ended = verify("-n", "4", str(SCRIPT), "crash")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(
+        "trine: the plain run ended with exit code 1: RuntimeError: something broke"
+    )
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "needs a script"),
+        (("absent.py",), "there is no script absent.py"),
+        (("loop.py",), "nothing to prove"),
+        (("--steps", "0", "loop.py"), "--steps takes 1 or more"),
+        (("--config", "engine.toml", "loop.py"), "accumulation.steps"),
+        (("--config", "broken.toml", "loop.py"), "did you mean precision.dtype"),
+        (("empty.py",), "took no optimizer step"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "empty.py").write_text("import torch\n")
+    (tmp_path / "engine.toml").write_text("[accumulation]\nsteps = 2\n")
+    (tmp_path / "broken.toml").write_text('[precision]\ndtyp = "bf16"\n')
+    if arguments == ("empty.py",):
+        arguments = ("--config", "engine.toml", "empty.py")
+    ended = verify("-n", "2", *arguments, folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert words in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
