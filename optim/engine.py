@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trine.optim._facts import facts_of, require_trainable
 from trine.optim._override import current_override
@@ -46,6 +46,7 @@ def optimize(
     loss_fn: LossFunction | None = None,
     clip_norm: float | None = None,
     scheduler: Any = None,
+    nonfinite: Literal["raise", "skip", "allow"] = "raise",
 ) -> Engine:
     """Apply ``config`` to a live model and optimizer and return the engine that trains them.
 
@@ -53,6 +54,10 @@ def optimize(
     loss, or ``(mean loss, token count)``; with counts, micro-batches *and* ranks weigh by their tokens, which costs one
     8-byte all-reduce a step. ``clip_norm`` clips the gradients' norm, and ``scheduler.step()`` is called, at each
     optimizer step. In a process group every rank must call it alike.
+
+    ``nonfinite``: a step whose gradients are NaN or infinite, or in which no token was valid, raises ``TrainingError``
+    on all ranks with the first parameter at fault (``"raise"``), is left out (``"skip"``, which reads every gradient),
+    or is not looked at (``"allow"``). Under fp16 steps that overflow are always left out, as loss scaling means it.
 
     Raises ``UsageError``, with the key's name and the way out, for what this version, this machine or this model cannot
     do; model and optimizer are untouched then.
@@ -63,6 +68,8 @@ def optimize(
         config = override.configuration(config)
     require_applicable(config)
     require_trainable(model, optimizer)
+    if nonfinite not in ("raise", "skip", "allow"):
+        raise UsageError(f'nonfinite = {nonfinite!r}: it takes "raise", "skip" or "allow"')
     facts = facts_of(model, optimizer)
     for technique in techniques():
         technique.check(config, facts)
@@ -78,7 +85,7 @@ def optimize(
     for effect in assembly.effects:
         if facts.rank == 0:
             logger.info("%s", effect)
-    return Engine(assembly, loss_fn, clip_norm, scheduler)
+    return Engine(assembly, loss_fn, clip_norm, scheduler, nonfinite)
 
 
 class Engine:
@@ -90,6 +97,7 @@ class Engine:
         loss_fn: LossFunction | None,
         clip_norm: float | None,
         scheduler: Any,
+        nonfinite: Literal["raise", "skip", "allow"] = "raise",
     ) -> None:
         from trine.optim.runtime.update import Update
 
@@ -98,7 +106,7 @@ class Engine:
         self._assembly = assembly
         self._facts = assembly.facts
         self._loss_fn = loss_fn
-        self._update = Update(assembly, clip_norm, scheduler)
+        self._update = Update(assembly, clip_norm, scheduler, nonfinite)
         self._index = 0  # of the step
         self._micro = 0  # micro-batches since the last optimizer step
         self._last_is_near = False  # the loader has no further batch
@@ -204,8 +212,6 @@ class Engine:
         batch = to_device(batch, self._facts.device)
         cut = self._assembly.cut
         pieces = pieces_of(batch, self._assembly.accumulation) if cut is None else cut(batch)
-        weighted: Any = 0.0
-        weights: Any = 0.0
         for position, piece in enumerate(pieces):
             self._synchronise(position == len(pieces) - 1)
             emit("phase", name="forward")
@@ -214,10 +220,8 @@ class Engine:
             loss, weight, counted = self._weighed(result, piece, len(pieces))
             emit("phase", name="backward")
             self._update.backward(loss, weight, counted)
-            weighted = weighted + loss.detach() * weight
-            weights = weights + weight
         self._optimizer_step()
-        mean: torch.Tensor = weighted / weights
+        mean = self._update.loss
         self._loss = mean
         if own_step:
             self._close_step(size_of(batch), tokens_of(batch))

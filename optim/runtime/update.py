@@ -2,36 +2,73 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
-from trine.record.errors import UsageError
+from trine.optim.runtime.agreement import Agreement
+from trine.optim.runtime.nonfinite import Policy, Watch, counts_nothing, local, zero_gradients
+from trine.record.errors import TrainingError
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
 __all__ = ["Update"]
 
+logger = logging.getLogger("trine")
+
 
 class Update:
-    """Sums weights of micro-batches, and applies what they added up to."""
+    """Sums weights of micro-batches, and applies what they added up to.
 
-    def __init__(self, assembly: Assembly, clip_norm: float | None, scheduler: Any) -> None:
+    ``nonfinite`` says what becomes of a step whose gradients are not finite, or in which no rank counted a token:
+    ``raise`` a TrainingError on all ranks, ``skip`` it, or ``allow`` the gradients.
+    """
+
+    def __init__(
+        self, assembly: Assembly, clip_norm: float | None, scheduler: Any, nonfinite: Policy = "raise"
+    ) -> None:
         self._assembly = assembly
         self._clip_norm = clip_norm
         self._scheduler = scheduler
+        self._policy = nonfinite
+        self._agreement = Agreement(assembly.facts.device, assembly.facts.ranks)
+        self._watch = Watch(assembly, nonfinite)
         self._unit: float | None = None  # what weights are counted in; the same on every rank
         self._weight: float | torch.Tensor = 0.0  # of the gradients summed so far, in units
+        self._summed: float | torch.Tensor = 0.0  # weight × loss, of what counted
         self._counted = False
+        self._loss: torch.Tensor | None = None
+        self._dtype = torch.float32  # of the losses
+        #: Optimizer steps that were tried since the start.
+        self.steps = 0
+        #: Those that were left out because of their gradients.
+        self.skipped = 0
+        if assembly.scaler is None and nonfinite == "skip":
+            assembly.metrics["skipped_steps"] = lambda: float(self.skipped)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Mean loss of the last step on this rank, detached; a rank that counted no token has the mean of all ranks."""
+        assert self._loss is not None, "no step has ended"
+        return self._loss
 
     def backward(self, loss: torch.Tensor, weight: Any, counted: bool) -> None:
         """Add ``weight`` × the gradient of ``loss``. ``counted``: weights are tokens, and ranks may differ in them."""
         self._counted = self._counted or counted
+        self._dtype = loss.dtype
         if counted:
             weight = weight / self._unit_of(weight)
+            if counts_nothing(weight):
+                self._backward_of_nothing(loss)
+                return
+        self._watch.saw(loss)
+        if counted and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
+            # Not known here without waiting: zero must weigh nothing, also times the NaN of 0/0.
+            loss = torch.where(weight == 0, torch.zeros_like(loss), loss)
         scaler = self._assembly.scaler
         scaled = loss if scaler is None else scaler.scale(loss)
         if isinstance(weight, float) and weight == 1.0:
@@ -39,24 +76,32 @@ class Update:
         else:
             (scaled * weight).backward()
         self._weight = self._weight + weight
+        self._summed = self._summed + loss.detach() * weight
 
     def step(self) -> bool:
-        """Normalise, unscale, clip, step; false where the update was skipped. Gradients are gone afterwards."""
+        """Normalise, unscale, clip, step; false where the update was skipped. Gradients are gone afterwards.
+
+        Raises ``TrainingError`` on all ranks at once for gradients that are not finite, unless they are to be skipped
+        or allowed; parameters and state are then as before the step.
+        """
         assembly = self._assembly
-        for collect in assembly.collect:
-            collect()
-        self._normalise()
-        ready = [exchange() for exchange in assembly.exchange]  # every one must run
-        stepped = all(ready)
-        if stepped:
-            stepped = self._apply()
-        for after in assembly.after_update:
-            after(stepped)
-        assembly.optimizer.zero_grad(set_to_none=True)
+        try:
+            for collect in assembly.collect:
+                collect()
+            stepped = self._normalise()
+            if stepped:
+                ready = [exchange() for exchange in assembly.exchange]  # every one must run
+                stepped = all(ready) and self._apply()
+            for after in assembly.after_update:
+                after(stepped)
+        finally:
+            assembly.optimizer.zero_grad(set_to_none=True)
+            self._weight = self._summed = 0.0
+            self._counted = False
+            self._watch.forget()
+            self.steps += 1
         if stepped and self._scheduler is not None:
             self._scheduler.step()
-        self._weight = 0.0
-        self._counted = False
         return stepped
 
     def _apply(self) -> bool:
@@ -65,6 +110,7 @@ class Update:
             finite = assembly.scaler.unscale(self._gradients())
             assembly.scaler.update(finite)
             if not finite:
+                self.skipped += 1
                 return False
         for inspect in assembly.inspect:
             inspect()
@@ -78,6 +124,12 @@ class Update:
         groups = self._assembly.optimizer.param_groups
         return [p.grad for group in groups for p in group["params"] if p.grad is not None]
 
+    def _backward_of_nothing(self, loss: torch.Tensor) -> None:
+        """No token was valid: nothing is added, but other ranks wait for this one's part in their exchange."""
+        if self._assembly.facts.ranks > 1:
+            with zero_gradients(self._assembly.model, loss):
+                loss.backward()  # type: ignore[no-untyped-call]
+
     def _unit_of(self, weight: Any) -> float:
         """A power of two near the first count, agreed once: gradients stay in the range they have by themselves."""
         if self._unit is None:
@@ -87,19 +139,79 @@ class Update:
             self._unit = 2.0 ** round(math.log2(max(float(first), 1.0)))
         return self._unit
 
-    def _normalise(self) -> None:
-        """Divide the summed gradients by the summed weights, over all ranks when tokens were counted."""
-        total: Any = self._weight
-        facts = self._assembly.facts
-        if self._counted and facts.ranks > 1:
-            # Replicas were averaged: (1/W) Σ weight·gradient. Times W / Σ weight gives the mean over all tokens.
-            summed = torch.as_tensor(float(total), dtype=torch.float64, device=facts.device)
-            distributed.all_reduce(summed)
-            total = float(summed) / facts.ranks
+    # --- what ranks agree on -------------------------------------------------------------------
+
+    def _normalise(self) -> bool:
+        """Divide the summed gradients by the summed weights, over all ranks when tokens were counted.
+
+        False for a step that is to be skipped. Replicas were averaged: (1/W) Σ weight·gradient, which times
+        W / Σ weight is the mean over all tokens.
+        """
+        self._watch.read_deferred()
+        ranks = self._assembly.facts.ranks
+        together = self._counted and ranks > 1
+        faults = self._watch.look()
+        if faults is not None and self._watch.sharded:
+            self._agreement.put("non_finite", faults)
+        if together:
+            self._agreement.put("loss", self._summed)
+            self._agreement.put("weight", self._weight)
+        totals = self._agreement.settle()
+        total: Any = totals["weight"] / ranks if together else self._weight
+        self._loss = self._mean_loss(totals if together else None)
+        if isinstance(total, torch.Tensor) and total.device.type != "cpu" and not self._watch.waits:
+            self._watch.defer(self.steps, totals.get("non_finite"))
+            self._multiply(torch.where(total == 0, torch.zeros_like(total), 1.0 / total))
+            return True
         total = float(total)
         if total == 0.0:
-            raise UsageError(
-                "no rank counted a token in this step, so its loss has no mean: skip such batches"
-            )
+            return self._nothing_counted()
+        if not self._watch.waits:
+            self._watch.defer(self.steps, totals.get("non_finite"))
+        elif faults is not None and float(totals.get("non_finite", faults)):
+            return self._found()
         if total != 1.0:
-            torch._foreach_mul_(self._gradients(), 1.0 / total)
+            self._multiply(1.0 / total)
+        return True
+
+    def _multiply(self, factor: float | torch.Tensor) -> None:
+        gradients = [local(gradient) for gradient in self._gradients()]
+        if not isinstance(factor, torch.Tensor):
+            torch._foreach_mul_(gradients, factor)
+            return
+        for dtype in {gradient.dtype for gradient in gradients}:
+            same = [gradient for gradient in gradients if gradient.dtype == dtype]
+            torch._foreach_mul_(same, factor.to(dtype))
+
+    def _mean_loss(self, totals: dict[str, torch.Tensor] | None) -> torch.Tensor:
+        own, weight = self._summed, self._weight
+        if not isinstance(own, torch.Tensor):  # no micro-batch of this rank counted anything
+            device = self._assembly.facts.device
+            if totals is None:
+                return torch.full((), math.nan, dtype=self._dtype, device=device)
+            return (totals["loss"] / totals["weight"]).to(self._dtype)
+        if isinstance(weight, torch.Tensor) and weight.device.type != "cpu" and totals is not None:
+            overall = (totals["loss"] / totals["weight"]).to(own.dtype)
+            return torch.where(weight == 0, overall, own / weight)
+        return own / weight
+
+    def _nothing_counted(self) -> bool:
+        if self._policy == "raise":
+            whose = "the batch holds" if self._assembly.facts.ranks == 1 else "no rank's batch holds"
+            negated = "no valid token" if self._assembly.facts.ranks == 1 else "a valid token"
+            raise TrainingError(
+                f"optimizer step {self.steps}: {whose} {negated}, so its loss has no mean: leave such batches out, or "
+                'have them skipped with nonfinite="skip" in trine.optimize'
+            )
+        self.skipped += 1
+        logger.warning("optimizer step %d was skipped: no token was valid", self.steps)
+        return False
+
+    def _found(self) -> bool:
+        if self._policy == "raise":
+            raise self._watch.error(self.steps)
+        self.skipped += 1
+        said = self._watch.describe()  # every rank must take part
+        if self._assembly.facts.rank == 0:
+            logger.warning("optimizer step %d was skipped: %s", self.steps, said)
+        return False

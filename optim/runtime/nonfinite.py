@@ -1,0 +1,223 @@
+"""Gradients that are not finite, and micro-batches that count nothing: seen before they reach the parameters.
+
+A gradient that is NaN or infinite stays in an optimizer's moments for ever, so it must be found before the update. What
+is looked at by default are the parameters of one dimension (biases, norms): every block has some, backward passes
+through all that lie before a fault, and reading them costs about a ten-thousandth of a step. ``skip`` reads everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import distributed
+
+from trine.record.errors import TrainingError
+
+if TYPE_CHECKING:
+    from trine.optim.techniques._assembly import Assembly
+
+__all__ = ["Policy", "Watch", "counts_nothing", "leaves_of", "local", "zero_gradients"]
+
+Policy = Literal["raise", "skip", "allow"]
+
+#: Parameters that are looked at where none has one dimension.
+_LEAST = 8
+
+_WAY_OUT = (
+    'lower the learning rate, clip the gradients (clip_norm) or look at the batch; nonfinite="skip" in trine.optimize '
+    "leaves such steps out"
+)
+
+
+class Watch:
+    """Looks at the gradients of each step, by one policy on all ranks."""
+
+    def __init__(self, assembly: Assembly, policy: Policy) -> None:
+        self._assembly = assembly
+        self._policy = policy
+        self._watched: dict[str, torch.nn.Parameter] | None = None
+        self._flags: torch.Tensor | None = None  # of the step that runs, where the answer can wait
+        self._deferred: tuple[int, list[str], torch.Tensor, torch.cuda.Event] | None = None
+        self._loss: torch.Tensor | None = None  # sum of the step's losses on this rank
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different gradients, so that what one finds the others do not."""
+        return self._assembly.facts.ranks > 1 and any(
+            hasattr(parameter, "to_local") for parameter in self._assembly.parameters.values()
+        )
+
+    @property
+    def waits(self) -> bool:
+        """Whether the answer is needed before the update. On a device it is read a step later, unless steps are skipped."""
+        return self._assembly.facts.device_type != "cuda" or self._policy == "skip"
+
+    def saw(self, loss: torch.Tensor) -> None:
+        """Remember a micro-batch's loss: it tells which rank a fault came from."""
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+
+    def look(self) -> torch.Tensor | None:
+        """How many of the watched gradients of this rank are not finite, on the device; ``None``: not looked at."""
+        if self._policy == "allow" or self._assembly.scaler is not None:
+            return None  # a scaler looks at every gradient itself
+        gradients = [local(p.grad) for p in self._choose().values() if p.grad is not None]
+        if self._assembly.facts.device_type == "cpu":
+            return _count_on_cpu(gradients)
+        self._flags = _flags(gradients, self._assembly.facts.device)
+        return self._flags.sum()
+
+    def defer(self, step: int, agreed: torch.Tensor | None) -> None:
+        """On a device: have this step's flags copied to the host, to be read at the next step.
+
+        ``agreed``: how many there are over all ranks, where ranks hold different gradients.
+        """
+        if self._flags is None:
+            return
+        names = [name for name, p in self._choose().items() if p.grad is not None]
+        flags = self._flags
+        if agreed is not None:
+            names.append("a shard of another rank")
+            flags = torch.cat([flags, (agreed > 0).to(flags.dtype).reshape(1)])
+        kept = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+        kept.copy_(flags, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._deferred = (step, names, kept, event)
+        self._flags = None
+
+    def read_deferred(self) -> None:
+        """Raise ``TrainingError`` where the step before had such gradients. Waits for that step's backward alone."""
+        if self._deferred is None:
+            return
+        step, names, flags, event = self._deferred
+        self._deferred = None
+        event.synchronize()
+        found = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+        if found:
+            raise TrainingError(
+                f"optimizer step {step}: the gradient of {found[0]} was not finite ({len(found)} of the {len(names)} "
+                "gradients that are watched). On a device this is read one step late, so the parameters have taken it "
+                f"in: go back to a checkpoint, then {_WAY_OUT}"
+            )
+
+    def forget(self) -> None:
+        """The step has ended."""
+        self._loss = None
+
+    def error(self, step: int) -> TrainingError:
+        """What to raise for this step's gradients; called on every rank, before gradients are dropped."""
+        return TrainingError(f"optimizer step {step}: {self.describe()}. Nothing was updated: {_WAY_OUT}")
+
+    def describe(self) -> str:
+        """The first parameter at fault and the ranks whose loss was not finite. Every rank must call it alike."""
+        parameters = self._assembly.parameters
+        bad = [
+            name
+            for name, p in parameters.items()
+            if p.grad is not None and not bool(torch.isfinite(local(p.grad)).all())
+        ]
+        loss = math.nan if self._loss is None else float(self._loss)
+        mine = (bad, loss)
+        facts = self._assembly.facts
+        by_rank: list[Any] = [None] * facts.ranks
+        if facts.ranks > 1:
+            distributed.all_gather_object(by_rank, mine)
+        else:
+            by_rank = [mine]
+        order = {name: place for place, name in enumerate(parameters)}
+        found = sorted({name for names, _ in by_rank for name in names}, key=lambda name: order.get(name, 0))
+        lost = [str(rank) for rank, (_, value) in enumerate(by_rank) if not math.isfinite(value)]
+        which = f"the gradient of {found[0]} is not finite" if found else "a gradient is not finite"
+        where = ""
+        if facts.ranks > 1 and lost:
+            where = f"; the loss of rank{'s' if len(lost) > 1 else ''} {', '.join(lost)} was not finite"
+        elif lost:
+            where = "; the loss was not finite either"
+        return f"{which} ({len(found)} of {len(parameters)} parameters{where})"
+
+    def _choose(self) -> dict[str, torch.nn.Parameter]:
+        if self._watched is None:
+            parameters = self._assembly.parameters
+            if self._policy != "skip":
+                small = {name: p for name, p in parameters.items() if p.dim() <= 1}
+                if not small:
+                    least = sorted(parameters, key=lambda name: parameters[name].numel())[:_LEAST]
+                    small = {name: parameters[name] for name in least}
+                parameters = small
+            self._watched = dict(parameters)
+        return self._watched
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def _count_on_cpu(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """One pass in C++ for all tensors of a type; multiplying by one changes no bit."""
+    found = torch.zeros(())
+    one = torch.ones(())
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.layout != torch.strided or gradient.is_complex():
+            found += float(not torch.isfinite(_values(gradient)).all())
+        else:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for same in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(same, found, one)
+    return found
+
+
+def _flags(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """(gradients,): 1.0 where one is not finite. Does not synchronise."""
+    if not gradients:
+        return torch.zeros(0, device=device)
+    norms = torch._foreach_norm([_values(gradient) for gradient in gradients], torch.inf)
+    return (~torch.isfinite(torch.stack([norm.float() for norm in norms]))).float()
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+
+
+def counts_nothing(weight: Any) -> bool:
+    """Whether a weight is known to be zero without waiting for a device."""
+    if isinstance(weight, torch.Tensor):
+        return weight.device.type == "cpu" and float(weight) == 0.0
+    return float(weight) == 0.0
+
+
+@contextmanager
+def zero_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Iterator[None]:
+    """While open, a backward of ``loss`` adds exact zeros, whatever it computes, and takes part in all exchanges.
+
+    The loss of a micro-batch without valid tokens is 0/0, and NaN times its weight of zero is still NaN. Hooks of leaf
+    tensors run before gradients are accumulated or put into a bucket.
+    """
+    leaves = {id(leaf): leaf for leaf in (*model.parameters(), *leaves_of(loss)) if leaf.requires_grad}
+    handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def leaves_of(loss: torch.Tensor) -> Iterable[torch.Tensor]:
+    """What a backward of ``loss`` accumulates into; under FSDP these are no parameters of the model."""
+    seen: set[Any] = set()
+    open_nodes = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            yield variable
+        open_nodes += [following for following, _ in node.next_functions]
