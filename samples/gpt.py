@@ -1,7 +1,8 @@
 """A small decoder-only transformer, as people first write it.
 
 Pre-norm blocks, learned positions, GELU feed-forward, tied embedding and output head: the
-architecture of GPT-2 (Radford et al. 2019). Attention can be chosen while it trains: ``manual``
+architecture of GPT-2 (Radford et al. 2019); or, by three options, RMS norms, a gated feed-forward and rotary positions
+as Llama has them (Touvron et al. 2023). Attention can be chosen while it trains: ``manual``
 writes out softmax(QKᵀ/√d)V with a mask, which stores the sequence × sequence matrix, and ``sdpa``
 calls PyTorch's fused kernel. Both compute the same function. Rows may hold several documents (``positions`` and
 ``documents``): attention then ends at their borders, also by ``varlen`` and ``flex`` on CUDA.
@@ -10,7 +11,7 @@ calls PyTorch's fused kernel. Both compute the same function. Rows may hold seve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trine.optim.runtime import regions
 from trine.optim.runtime.documents import Documents
 from trine.optim.runtime.packed_attention import Visible, attend, visible_of
 
@@ -26,6 +28,10 @@ __all__ = ["GPT", "Attention", "Block", "GPTConfig", "loss_of"]
 ATTENTIONS = ("manual", "sdpa")
 #: Of packed rows alone.
 PACKED_ATTENTIONS = ("varlen", "flex")
+#: GPT-2's parts first, then Llama's.
+NORMS = ("layer", "rms")
+FEED_FORWARDS = ("gelu", "swiglu")
+POSITIONS = ("learned", "rotary")
 #: Targets without a loss, as torch.nn.functional.cross_entropy has it.
 IGNORED = -100
 
@@ -41,12 +47,23 @@ class GPTConfig:
     sequence: int = 384
     dropout: float = 0.0
     attention: str = "manual"
+    norm: str = "layer"
+    mlp: str = "gelu"
+    positions: str = "learned"
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
             raise ValueError(f"{self.heads} heads do not divide a hidden size of {self.hidden}")
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"attention {self.attention!r} is none of {ATTENTIONS}")
+        choices = {"attention": ATTENTIONS, "norm": NORMS, "mlp": FEED_FORWARDS, "positions": POSITIONS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is none of {known}")
+        if self.positions == "rotary" and self.hidden // self.heads % 2:
+            raise ValueError(f"rotary positions turn pairs, and a head of {self.hidden // self.heads} is odd")
+
+
+#: Cosines and sines of rotary positions.
+Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(nn.Module):
@@ -59,6 +76,8 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.dropout = config.dropout
         self.implementation = config.attention
+        self.fusable = frozenset({"rotary"} if config.positions == "rotary" else ())
+        self.fused: frozenset[str] = frozenset()
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
         mask = torch.ones(config.sequence, config.sequence, dtype=torch.bool).tril()
@@ -71,11 +90,20 @@ class Attention(nn.Module):
             raise ValueError(f"attention {implementation!r} is none of {self.attentions}")
         self.implementation = implementation
 
-    def forward(self, x: torch.Tensor, visible: Visible | None = None) -> torch.Tensor:
+    def set_fused(self, names: Iterable[str]) -> None:
+        """Compute these of ``fusable`` as one region from the next call on, and no others."""
+        self.fused = self.fusable & set(names)
+
+    def forward(
+        self, x: torch.Tensor, visible: Visible | None = None, tables: Tables | None = None
+    ) -> torch.Tensor:
         """Of (batch, sequence, hidden). ``visible``: what tokens may see in packed rows; else all before them."""
         batch, sequence, hidden = x.shape
         split = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4)
+        if tables is not None:
+            rotate = regions.rotary if "rotary" in self.fused else regions.bodies.rotary
+            query, key = rotate(query, key, *(table.to(query.dtype) for table in tables))
         dropout = self.dropout if self.training else 0.0
         if visible is not None and self.implementation != "manual":
             mixed = attend(query, key, value, visible, dropout)
@@ -95,33 +123,70 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to its input."""
 
+    fusable = frozenset({"bias_dropout_residual", "mlp"})
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.hidden)
+        self.fused: frozenset[str] = frozenset()
+        self.norm1 = _norm(config)
         self.attention = Attention(config)
-        self.norm2 = nn.LayerNorm(config.hidden)
-        self.up = nn.Linear(config.hidden, 4 * config.hidden)
-        self.down = nn.Linear(4 * config.hidden, config.hidden)
+        self.norm2 = _norm(config)
+        self.gated = config.mlp == "swiglu"
+        if self.gated:  # three matrices of 8/3 hold as many weights as two of 4
+            inner = -(-8 * config.hidden // 3 // 16) * 16
+            self.gate = nn.Linear(config.hidden, inner, bias=False)
+        else:
+            inner = 4 * config.hidden
+        self.up = nn.Linear(config.hidden, inner, bias=not self.gated)
+        self.down = nn.Linear(inner, config.hidden, bias=not self.gated)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor, visible: Visible | None = None) -> torch.Tensor:
-        """Of (batch, sequence, hidden); ``visible`` as for :class:`Attention`."""
-        x = x + self.dropout(self.attention(self.norm1(x), visible))
-        result: torch.Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
+    def set_fused(self, names: Iterable[str]) -> None:
+        """Compute these of ``fusable`` as one region from the next call on, and no others."""
+        self.fused = self.fusable & set(names)
+
+    def forward(
+        self, x: torch.Tensor, visible: Visible | None = None, tables: Tables | None = None
+    ) -> torch.Tensor:
+        """Of (batch, sequence, hidden); ``visible`` and ``tables`` as for :class:`Attention`."""
+        x = self._added(x, self.attention(self.norm1(x), visible, tables))
+        return self._added(x, self._fed_forward(self.norm2(x)))
+
+    def _added(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if "bias_dropout_residual" in self.fused:
+            return regions.bias_dropout_residual(x, None, residual, self.dropout.p, self.training)
+        result: torch.Tensor = residual + self.dropout(x)
+        return result
+
+    def _fed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        fused = "mlp" in self.fused
+        if self.gated:
+            inner = (regions.gated if fused else regions.bodies.gated)(self.gate(x), self.up(x))
+        else:
+            inner = (regions.gelu if fused else functional.gelu)(self.up(x))
+        result: torch.Tensor = self.down(inner)
         return result
 
 
+def _norm(config: GPTConfig) -> nn.Module:
+    return nn.RMSNorm(config.hidden, eps=1e-6) if config.norm == "rms" else nn.LayerNorm(config.hidden)
+
+
 class GPT(nn.Module):
-    """Token ids (batch, sequence) to logits (batch, sequence, vocab)."""
+    """Token ids (batch, sequence) to logits (batch, sequence, vocab), or with targets to their loss."""
+
+    fusable = frozenset({"cross_entropy"})
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.fused: frozenset[str] = frozenset()
         self.tokens = nn.Embedding(config.vocab, config.hidden)
-        self.positions = nn.Embedding(config.sequence, config.hidden)
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.sequence, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.hidden)
+        self.norm = _norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.head.weight = self.tokens.weight
         self.apply(self._initialise)
@@ -132,25 +197,48 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
+    def set_fused(self, names: Iterable[str]) -> None:
+        """Compute these of ``fusable`` as one region from the next call on, and no others."""
+        self.fused = self.fusable & set(names)
+
     def forward(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor | None = None,
         documents: Documents | None = None,
+        targets: torch.Tensor | None = None,
+        reduction: str = "mean",
     ) -> torch.Tensor:
         """Of (batch, sequence), int64; at most the configured sequence long.
 
         Packed rows come with the ``positions`` of tokens in their documents, (batch, sequence), and with the
-        ``documents``' borders; a row may then be longer than the configured sequence.
+        ``documents``' borders; a row may then be longer than the configured sequence. With ``targets``, (batch,
+        sequence), the result is their cross-entropy, a mean or a ``"sum"`` over those that are not -100: the loss is
+        the model's to compute, because only inside it is the head's weight whole when it is sharded, and only there can
+        ``cross_entropy`` be fused with it.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
         visible = None if documents is None else visible_of(documents, self._implementation())
-        x = self.dropout(self.tokens(ids) + self.positions(positions))
+        x, tables = self.tokens(ids), None
+        if self.config.positions == "learned":
+            x = x + self.positions(positions)
+        else:
+            size = self.config.hidden // self.config.heads
+            tables = regions.rotary_tables(positions, size, dtype=x.dtype)
+        x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, visible)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+            x = block(x, visible, tables)
+        x = self.norm(x)
+        if targets is not None and "cross_entropy" in self.fused:
+            return regions.linear_cross_entropy(x, self.head.weight, targets, reduction=reduction)
+        logits: torch.Tensor = self.head(x)
+        if targets is None:
+            return logits
+        logits = logits.flatten(0, 1)
+        if logits.element_size() < 4:  # the loss of many classes needs more than bf16's eight bits
+            logits = logits.float()
+        return functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction=reduction)
 
     def _implementation(self) -> str:
         return next(module.implementation for module in self.modules() if isinstance(module, Attention))
@@ -166,19 +254,13 @@ def loss_of(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return _loss_of_documents(model, batch)
     ids, targets = batch
-    logits = model(ids).flatten(0, 1)
-    if logits.element_size() < 4:  # the loss of many classes needs more than bf16's eight bits
-        logits = logits.float()
-    return functional.cross_entropy(logits, targets.flatten())
+    return model(ids, targets=targets)
 
 
 def _loss_of_documents(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean over all tokens that have a next one, and how many they are; nought where there is none."""
     packing = {name: batch[name] for name in ("positions", "documents") if name in batch}
-    logits = model(batch["input_ids"], **packing).flatten(0, 1)
-    if logits.element_size() < 4:
-        logits = logits.float()
-    targets = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+    targets = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     count = (targets != IGNORED).sum()
-    total = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    total = model(batch["input_ids"], targets=targets, reduction="sum", **packing)
     return total / count.clamp(min=1), count
