@@ -42,9 +42,12 @@ __all__ = [
 APPLIED = frozenset(
     {
         "accumulation.steps",
+        "communication.algorithm",
         "communication.bucket_mib",
         "communication.first_bucket_mib",
         "communication.gradient_as_view",
+        "communication.nccl",
+        "communication.overlap",
         "communication.static_graph",
         "compute.attention",
         "compute.compile",
@@ -53,7 +56,11 @@ APPLIED = frozenset(
         "data.prefetch",
         "data.workers",
         "parallel.data",
+        "parallel.shard",
         "precision.dtype",
+        "zero.prefetch",
+        "zero.reshard_after_forward",
+        "zero.stage",
     }
 )
 

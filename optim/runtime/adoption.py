@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["named_parameters", "plain_name", "replace_parameters"]
+__all__ = ["named_parameters", "plain_name", "replace_parameters", "retire", "unwrapped"]
 
-#: What wrappers put in front of a parameter's name.
-_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+#: Parts of a name that wrappers put in, wherever they stand. DDP's ``module`` stands first alone.
+_INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -24,9 +27,30 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def plain_name(name: str) -> str:
     """A parameter's name as the innermost model has it."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+    parts = name.split(".")
+    while len(parts) > 1 and (parts[0] == "module" or parts[0] in _INSERTED):
+        del parts[0]
+    return ".".join(part for part in parts if part not in _INSERTED)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, or the model itself."""
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner
+
+
+def retire(wrapper: DistributedDataParallel) -> nn.Module:
+    """The module inside; the wrapper gives up its hooks and refuses to be called, since it no longer averages."""
+    wrapper.reducer._remove_autograd_hooks()
+
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        raise UsageError(
+            "this DistributedDataParallel was replaced by trine.optimize and no longer averages gradients: "
+            "call engine(batch), or engine.model"
+        )
+
+    wrapper.forward = refuse  # type: ignore[method-assign]
+    return unwrapped(wrapper)
 
 
 def replace_parameters(

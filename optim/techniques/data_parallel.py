@@ -58,7 +58,7 @@ def check(config: Config, facts: Facts) -> None:
             "(and torch.distributed.init_process_group), or take the key out"
         )
     replicas = config.parallel.data
-    if replicas not in ("auto", facts.ranks):
+    if config.zero.stage == 0 and replicas not in ("auto", facts.ranks):  # ZeRO's check knows of shards
         raise UsageError(
             f"parallel.data = {replicas}: this version makes one replica a rank, and there are {facts.ranks}: "
             'write "auto"'
@@ -73,7 +73,7 @@ def check(config: Config, facts: Facts) -> None:
 def apply(assembly: Assembly) -> None:
     """Wrap the model, or wrap it anew with other options when it is wrapped already."""
     facts = assembly.facts
-    if facts.ranks == 1:
+    if facts.ranks == 1 or assembly.config.zero.stage >= 2:  # FSDP2 averages by itself
         return
     from torch.nn.parallel import DistributedDataParallel
 

@@ -1,0 +1,368 @@
+"""Shards of a live model and optimizer: ZeRO stage 1 by our own hands, stages 2 and 3 by PyTorch's FSDP2.
+
+Stage 1 does not use PyTorch's ZeroRedundancyOptimizer. That is a second optimizer object: schedulers, hooks and
+profilers go on holding the first; it cannot take over live state; it asks for one dtype; and it gives whole parameters
+to ranks, so that one large embedding unbalances them. Here the *live* optimizer is pointed at shards of the parameters
+(rows of each, as FSDP2 cuts them), so all of that stays, and a checkpoint of any stage loads into any other.
+
+Shards are DTensors: their norm is that of the whole, and ``full_tensor()`` gives the whole to whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from trine.optim.runtime.adoption import replace_parameters, retire
+from trine.optim.runtime.gathering import Gathering
+from trine.record.errors import UsageError
+
+if TYPE_CHECKING:
+    from trine.optim.techniques._assembly import Assembly
+
+__all__ = ["mesh_of", "rows_of", "shard_like", "shard_model", "shard_optimizer", "sharded_units"]
+
+#: Lists of like modules that hold less of the model than this stay with the root: a gather of its own would not pay.
+_LEAST_SHARE = 0.05
+
+_meshes: dict[tuple[int, str, int, int], tuple[Any, DeviceMesh]] = {}
+
+
+def mesh_of(device_type: str, replicas: int, shards: int) -> DeviceMesh:
+    """The mesh (shard) or (replicate, shard); made once for each shape and default group, since it makes groups.
+
+    Neighbouring ranks share a shard group, and launchers number ranks node by node: groups lie inside nodes first.
+    """
+    world = distributed.group.WORLD
+    key = (id(world), device_type, replicas, shards)
+    if key not in _meshes:
+        if replicas == 1:
+            mesh = init_device_mesh(device_type, (shards,), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        _meshes[key] = (world, mesh)  # the group is kept so that its id is not given to another
+    return _meshes[key][1]
+
+
+def rows_of(length: int, shards: int, place: int) -> tuple[int, int]:
+    """Rows [start, end) of a tensor of ``length`` rows that shard ``place`` holds: as torch.chunk cuts them."""
+    size = -(-length // shards)
+    return min(length, place * size), min(length, (place + 1) * size)
+
+
+# --- stage 1 -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """One parameter of the model, and the rows of it that this rank updates."""
+
+    whole: nn.Parameter
+    held: nn.Parameter  # a DTensor over a view of the rows
+    rows: tuple[int, int] | None  # None: a scalar, which every rank updates
+
+
+def shard_optimizer(assembly: Assembly, replicas: int, shards: int) -> None:
+    """Stage 1: the live optimizer updates this rank's rows, and ranks gather each other's after the update.
+
+    Gradients come averaged from DistributedDataParallel. State, trained or not, is cut to the rows.
+    """
+    mesh = mesh_of(assembly.facts.device_type, replicas, shards)
+    place = mesh.get_local_rank("shard")
+    named = [p for group in assembly.optimizer.param_groups for p in group["params"]]
+    owned = [_owned(p, mesh, shards, place) for p in named if p.requires_grad]
+    replace_parameters(assembly, {each.whole: each.held for each in owned}, shard_like)
+    gathering = Gathering([each.whole for each in owned if each.rows is not None], mesh.get_group("shard"))
+
+    def collect() -> None:
+        for each in owned:
+            gradient = each.whole.grad
+            each.held.grad = None if gradient is None else _view(gradient, each.rows, each.held)
+
+    def after(stepped: bool) -> None:
+        if stepped:
+            gathering.run()
+        for each in owned:
+            each.whole.grad = None
+
+    assembly.collect.append(collect)
+    # Last of all: what writes to the held shards after the update (master copies) must have done so.
+    assembly.finish.append(lambda ready: ready.after_update.append(after))
+
+
+def _owned(whole: nn.Parameter, mesh: DeviceMesh, shards: int, place: int) -> _Owned:
+    rows = rows_of(whole.shape[0], shards, place) if whole.dim() else None
+    data = whole.data if rows is None else whole.data[rows[0] : rows[1]]
+    kind = [Replicate() if rows is None else Shard(0)]
+    placements = [*([Replicate()] * (mesh.ndim - 1)), *kind]
+    held = DTensor.from_local(
+        data, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return _Owned(whole, nn.Parameter(held), rows)
+
+
+def _view(gradient: torch.Tensor, rows: tuple[int, int] | None, held: nn.Parameter) -> DTensor:
+    like = cast(DTensor, held)
+    local = gradient if rows is None else gradient[rows[0] : rows[1]]
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def shard_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of ``value`` (which every rank has whole), placed as ``parameter`` is. A copy of its own."""
+    like = cast(DTensor, parameter)
+    local = value
+    for dimension, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            start, end = rows_of(
+                local.shape[placement.dim],
+                like.device_mesh.size(dimension),
+                like.device_mesh.get_local_rank(dimension),
+            )
+            local = local.narrow(placement.dim, start, end - start)
+    # A view would keep the whole alive.
+    return DTensor.from_local(
+        local.clone(memory_format=torch.contiguous_format),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=torch.empty(value.shape, device="meta").stride(),
+    )
+
+
+# --- stages 2 and 3 ----------------------------------------------------------------------------
+
+
+def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
+    """Stages 2 and 3: FSDP2 over each repeated block and the root; the live optimizer is pointed at the shards."""
+    config, facts = assembly.config, assembly.facts
+    model = assembly.model
+    if isinstance(model, DistributedDataParallel):
+        model = retire(model)
+    else:
+        _same_start(model, facts.device)
+    policy = _policy(assembly, model)
+    mesh = mesh_of(facts.device_type, replicas, shards)
+    before = dict(model.named_parameters())
+    scalars = {p for p in before.values() if p.dim() == 0}
+    blocks = sharded_units(model)
+    reshard: bool | int | None = config.zero.reshard_after_forward
+    keys: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars or None}
+    inside = {"reshard_after_forward": (config.zero.stage == 3) if reshard is None else reshard}
+    # Of the root, the first thing that backward needs is what forward used last: freeing it saves nothing.
+    outside = {"reshard_after_forward": reshard if config.zero.stage == 3 else False}
+    for block in blocks:
+        for odd in _odd_dtypes(block):
+            fully_shard(odd, mp_policy=policy.inner, **keys, **inside)
+        fully_shard(block, mp_policy=policy.inner, **keys, **inside)
+    for odd in _odd_dtypes(model, blocks):
+        fully_shard(odd, mp_policy=policy.inner, **keys, **inside)
+    fully_shard(model, mp_policy=policy.root, **keys, **outside)
+    assembly.model = model
+    replicas_of = {scalar: _replica(scalar, mesh) for scalar in scalars}
+    _adopt(assembly, before, replicas_of)
+    _prefetch([cast(FSDPModule, block) for block in blocks], config.zero.prefetch)
+    _keep_in_step(assembly, cast(FSDPModule, model), replicas_of)
+    _keep_statistics_alike(model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Policies:
+    inner: MixedPrecisionPolicy
+    root: MixedPrecisionPolicy
+
+
+def _policy(assembly: Assembly, model: nn.Module) -> _Policies:
+    """What parameters are gathered in and gradients reduced in. The shards are the fp32 master weights themselves."""
+    precision = assembly.config.precision
+    if not precision.master_weights:
+        return _Policies(MixedPrecisionPolicy(), MixedPrecisionPolicy())
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4:
+            parameter.data = parameter.data.float()
+    for values in assembly.optimizer.state.values():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() < 4:
+                values[key] = value.float()
+    low = torch.float16 if precision.dtype == "fp16" else torch.bfloat16
+    inner = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    # Outputs in fp32 at the root alone: blocks that hand fp32 on would meet the root's norm in half precision.
+    return _Policies(
+        inner, MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    )
+
+
+def _same_start(model: nn.Module, device: torch.device) -> None:
+    """Parameters and buffers of rank 0 on all ranks, as DistributedDataParallel does; fully_shard does not.
+
+    Without it, ranks that were seeded apart train a model that is pieced together from all of them, silently.
+    """
+    ours = [(name, tuple(t.shape), str(t.dtype)) for name, t in _tensors(model)]
+    theirs: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(theirs, ours)
+    for rank, other in enumerate(theirs):
+        if other != theirs[0]:
+            at = next(
+                (a for a, b in zip(other, theirs[0], strict=False) if a != b), (other + theirs[0])[-1:][0]
+            )
+            raise UsageError(
+                f"rank {rank} has another model than rank 0, from {at[0]} on: make the same on every rank"
+            )
+    works = [distributed.broadcast(t.detach(), 0, async_op=True) for _, t in _tensors(model)]
+    for work in works:
+        work.wait()
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def sharded_units(model: nn.Module) -> list[nn.Module]:
+    """Modules that are gathered and freed on their own: members of the outermost lists of like modules.
+
+    A member that shares a parameter with another or with the rest, or stands in the lists twice, is left to the root:
+    two groups would shard one parameter twice.
+    """
+    whole = sum(p.numel() for p in model.parameters())
+    found = [member for members in _lists(model, whole) for member in members]
+    times = Counter(id(module) for module in found)
+    uses: Counter[int] = Counter()
+    for module in model.modules():
+        uses.update(id(p) for p in module.parameters(recurse=False))
+    units = []
+    for member in found:
+        inside: Counter[int] = Counter()
+        for module in member.modules():
+            inside.update(id(p) for p in module.parameters(recurse=False))
+        alone = all(uses[key] == count for key, count in inside.items())
+        if inside and alone and times[id(member)] == 1:
+            units.append(member)
+    return units
+
+
+def _lists(module: nn.Module, whole: int) -> Iterable[list[nn.Module]]:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2:
+        members = list(module)
+        held = sum(p.numel() for p in module.parameters())
+        if len({type(member) for member in members}) == 1 and held >= _LEAST_SHARE * whole:
+            yield members
+            return
+    for child in module.children():
+        yield from _lists(child, whole)
+
+
+def _odd_dtypes(unit: nn.Module, but: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """Submodules to shard on their own since FSDP2 wants one dtype a group: those without the unit's main dtype.
+
+    Raises ``UsageError`` for a module that itself holds several.
+    """
+    apart = {id(module) for skipped in but for module in skipped.modules()}
+    modules = [module for module in unit.modules() if id(module) not in apart]
+    sizes: Counter[torch.dtype] = Counter()
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and parameter.dim():
+                sizes[parameter.dtype] += parameter.numel()
+    if len(sizes) < 2:
+        return []
+    main = sizes.most_common(1)[0][0]
+    odd = []
+    for module in modules:
+        kinds = {p.dtype for p in module.parameters(recurse=False) if p.requires_grad and p.dim()}
+        if len(kinds) > 1:
+            listed = " and ".join(sorted(map(str, kinds)))
+            raise UsageError(
+                f"zero.stage: a {type(module).__name__} holds parameters of {listed}, and FSDP2 shards one dtype a "
+                "module: convert it to one, or use zero.stage = 1"
+            )
+        if kinds and kinds != {main} and module is not unit:
+            odd.append(module)
+    return odd
+
+
+def _adopt(
+    assembly: Assembly, before: dict[str, nn.Parameter], replicas_of: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Before any forward: after one, the root's parameters are gathered, and not what the optimizer must hold."""
+    after = dict(assembly.model.named_parameters())
+    replaced: dict[torch.Tensor, nn.Parameter] = {
+        old: replicas_of.get(old, after[name]) for name, old in before.items()
+    }
+    replace_parameters(assembly, replaced, shard_like)
+    held = [p for group in assembly.optimizer.param_groups for p in group["params"]]
+    plain = sum(not isinstance(p, DTensor) for p in held)
+    if plain:  # it would train nothing, silently
+        raise RuntimeError(f"{plain} parameters of the optimizer were not replaced by their shards")
+
+
+def _replica(scalar: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """A scalar cannot be sharded, and optimizers take no mixture of DTensors and others: a DTensor over its storage."""
+    whole = DTensor.from_local(scalar.data, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return nn.Parameter(whole, requires_grad=scalar.requires_grad)
+
+
+def _prefetch(blocks: Sequence[FSDPModule], depth: int | None) -> None:
+    """Gather ``depth`` blocks ahead, in forward and in backward. ``None``: PyTorch's own way, about one ahead."""
+    if depth is None:
+        return
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[place + 1 : place + 1 + depth]))
+        behind = list(reversed(blocks[max(0, place - depth) : place]))
+        # An empty list means PyTorch's default, one behind; the block itself is gathered already: nothing more.
+        block.set_modules_to_backward_prefetch(behind if depth and behind else [block])
+
+
+def _keep_in_step(
+    assembly: Assembly, root: FSDPModule, replicas_of: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Synchronise when the engine says, average what FSDP2 was told to ignore, and forget gathered parameters."""
+    assembly.synchronise = root.set_requires_gradient_sync
+    modules = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+
+    def collect() -> None:
+        for scalar, replica in replicas_of.items():
+            if scalar.grad is None:
+                replica.grad = None
+                continue
+            distributed.all_reduce(scalar.grad)
+            scalar.grad /= assembly.facts.ranks
+            replica.grad = _view(scalar.grad, None, replica)
+
+    def after(stepped: bool) -> None:
+        for module in modules:
+            # A forward without a backward (an evaluation) leaves parameters gathered, and they are old from now on.
+            module.reshard()
+        for scalar in replicas_of:
+            scalar.grad = None
+
+    if replicas_of:
+        assembly.collect.append(collect)
+    assembly.after_update.append(after)
+
+
+def _keep_statistics_alike(model: nn.Module) -> None:
+    """Running statistics of rank 0 before each training forward, as DistributedDataParallel does; FSDP2 does not."""
+    kinds = torch.nn.modules.batchnorm._NormBase
+    tracked = [m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats]
+    buffers = [b for m in tracked for b in m.buffers(recurse=False)]
+    if not buffers:
+        return
+
+    def broadcast(module: nn.Module, arguments: Any) -> None:
+        if module.training:
+            works = [distributed.broadcast(buffer, 0, async_op=True) for buffer in buffers]
+            for work in works:
+                work.wait()
+
+    model.register_forward_pre_hook(broadcast)
