@@ -14,6 +14,7 @@ from typing import Any
 from trine.optim.config import Config
 from trine.optim.techniques import tolerance_of
 from trine.optim.verify import Tolerance, Verification, compare
+from trine.profiler.launch import find_program
 from trine.record.errors import TrineError, UsageError
 
 __all__ = ["Sides"]
@@ -44,6 +45,7 @@ class Sides:
         Raises ``UsageError`` where a side cannot run.
         """
         self._given = given
+        find_program(self._command[0], self._arguments.module)  # a wrong name is found before anything is started
         path = self._arguments.config
         config = None if path is None else Config.from_toml(path)
         self._say("plain …")

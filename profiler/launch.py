@@ -45,10 +45,10 @@ def find_program(target: str, as_module: bool) -> Program:
 def _script(target: str) -> Program:
     path = Path(target)
     if path.is_dir():
-        raise UsageError(f"{target} is a folder: name the script in it, or use trine run -m PACKAGE")
+        raise UsageError(f"{target} is a folder: name the script in it, or give a package with -m")
     if not path.is_file():
         raise UsageError(
-            f"there is no script {target} in {Path.cwd()}; a module is run with trine run -m {target}"
+            f"there is no script {target} in {Path.cwd()}; a module is given with -m"
         )
     file = os.path.abspath(target)  # noqa: PTH100 - as Python: made absolute, links kept
     loader = SourceFileLoader("__main__", file)

@@ -17,6 +17,9 @@ __all__ = ["BUCKETS", "bits_of", "shard_of", "sketch_of", "whole"]
 
 #: Numbers kept of a tensor: norms of differences come out within about 1/√4096 = 1.6 %.
 BUCKETS = 4096
+#: Elements of a checksum's partial sums: what is held at once stays small beside a model.
+_CHUNK = 1 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,10 +47,19 @@ def sketch_of(tensor: torch.Tensor) -> numpy.ndarray:
 
 def bits_of(tensor: torch.Tensor) -> int:
     """A checksum of the tensor's bits, in order: equal tensors have equal ones, and no change of one element goes unseen."""
-    flat = tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
-    numbers = torch.arange(1, flat.numel() + 1, dtype=torch.int64)
-    # Odd weights are units modulo 2⁶⁴, so that a change of one byte always changes the sum, which wraps around.
-    return int((flat.to(torch.int64) * (2 * numbers * 0x9E3779B1 + 1)).sum())
+    flat = tensor.detach().contiguous().reshape(-1)
+    flat = (
+        flat.view(_INTEGERS[flat.element_size()])
+        if flat.element_size() in _INTEGERS
+        else flat.view(torch.uint8)
+    )
+    total = 0
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].cpu().to(torch.int64)
+        # Odd weights are units modulo 2⁶⁴, so that a change of one element always changes the sum, which wraps around.
+        weights = torch.arange(start, start + part.numel(), dtype=torch.int64).mul_(2 * 0x9E3779B1).add_(1)
+        total += int(part.mul_(weights).sum())
+    return total & (2**64 - 1)
 
 
 def shard_of(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from trine.cli import main
+
 TESTS = Path(__file__).resolve().parents[1]
 SCRIPT = TESTS / "verified_training.py"
 
@@ -57,6 +59,7 @@ def test_an_engine_that_trains_the_same() -> None:
     assert 0.0 < found["tolerance"]["loss"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_named() -> None:
     ended = verify("-n", "2", "--no-search", str(SCRIPT), "scale")
     assert ended.returncode == 1, ended.stderr
@@ -65,6 +68,7 @@ def test_a_wrong_gradient_is_named() -> None:
     assert ended.stdout.splitlines()[-1].startswith("not the same: ")
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_a_replica_that_drifts_is_named_with_its_step() -> None:
     code, found = report("-n", "4", "--ranks", "2", "--no-search", str(SCRIPT), "replica")
@@ -74,12 +78,14 @@ def test_a_replica_that_drifts_is_named_with_its_step() -> None:
     assert replicas["said"] == "blocks.1.up.weight differs between rank 0 and rank 1 after step 2"
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_is_not_the_same() -> None:
     code, found = report("-n", "6", "--no-search", str(SCRIPT), "fewer")
     assert code == 1
     assert found["checks"][0]["said"] == "the optimised run took 3 steps where the plain one took 6"
 
 
+@pytest.mark.slow
 def test_a_loop_without_an_engine_and_the_key_at_fault(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "both.toml").write_text('[precision]\ndtype = "bf16"\n[compute]\nfuse = ["optimizer"]\n')
@@ -107,20 +113,43 @@ def test_a_script_that_breaks_says_its_own_error() -> None:
     [
         ((), "needs a script"),
         (("absent.py",), "there is no script absent.py"),
-        (("loop.py",), "nothing to prove"),
+        (("-m", "absent_module"), "there is no module absent_module"),
         (("--steps", "0", "loop.py"), "--steps takes 1 or more"),
-        (("--config", "engine.toml", "loop.py"), "accumulation.steps"),
+        (("--loss-tolerance", "-1", "loop.py"), "--loss-tolerance takes 0 or more"),
         (("--config", "broken.toml", "loop.py"), "did you mean precision.dtype"),
-        (("empty.py",), "took no optimizer step"),
+        (("--config", "absent.toml", "loop.py"), "cannot read the configuration absent.toml"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "broken.toml").write_text('[precision]\ndtyp = "bf16"\n')
+    assert main(["verify", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("loop.py",), "nothing to prove"),
+        (("--config", "engine.toml", "loop.py"), "accumulation.steps changes the training loop"),
+        (("--config", "engine.toml", "empty.py"), "took no optimizer step"),
     ],
 )
 def test_what_cannot_be_verified_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "empty.py").write_text("import torch\n")
     (tmp_path / "engine.toml").write_text("[accumulation]\nsteps = 2\n")
-    (tmp_path / "broken.toml").write_text('[precision]\ndtyp = "bf16"\n')
-    if arguments == ("empty.py",):
-        arguments = ("--config", "engine.toml", "empty.py")
     ended = verify("-n", "2", *arguments, folder=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert words in ended.stderr
