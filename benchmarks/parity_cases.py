@@ -67,7 +67,46 @@ _DATA_PARALLEL = (
     Case("gradient as view on 2", {"communication.gradient_as_view": True}, ranks=2),
 )
 _COMPRESSION: tuple[Case, ...] = ()
-_TOPOLOGY: tuple[Case, ...] = ()
+_NODES_OF_TWO = {"TRINE_RANKS_PER_NODE": "2"}
+_TOPOLOGY = (
+    Case("ring on 2", {"communication.algorithm": "ring"}, ranks=2, optimizer="sgd"),
+    Case("ring on 4", {"communication.algorithm": "ring"}, ranks=4, optimizer="sgd"),
+    Case("tree on 4", {"communication.algorithm": "tree"}, ranks=4, optimizer="sgd"),
+    Case(
+        "two-level on 2 nodes of 2",
+        {"communication.algorithm": "two_level"},
+        ranks=4,
+        optimizer="sgd",
+        environment=_NODES_OF_TWO,
+    ),
+    Case(
+        "algorithm auto on 2 nodes of 2",
+        {"communication.algorithm": "auto"},
+        ranks=4,
+        environment=_NODES_OF_TWO,
+    ),
+    Case("ring on 8", {"communication.algorithm": "ring"}, ranks=8, optimizer="sgd", slow=True),
+    Case("tree on 8", {"communication.algorithm": "tree"}, ranks=8, optimizer="sgd", slow=True),
+    Case(
+        "two-level on 4 nodes of 2",
+        {"communication.algorithm": "two_level"},
+        ranks=8,
+        optimizer="sgd",
+        environment=_NODES_OF_TWO,
+        slow=True,
+    ),
+    Case(
+        "ring + small buckets + accumulation on 4",
+        {
+            "communication.algorithm": "ring",
+            "communication.bucket_mib": 0.02,
+            "communication.gradient_as_view": True,
+            "accumulation.steps": 2,
+        },
+        ranks=4,
+        optimizer="sgd",
+    ),
+)
 _STAGE_1, _STAGE_3 = {"zero.stage": 1}, {"zero.stage": 3}
 _ZERO = (
     *(Case(f"zero {stage} on 2", {"zero.stage": stage}, ranks=2) for stage in (1, 2, 3)),

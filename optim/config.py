@@ -41,6 +41,9 @@ __all__ = [
 #: holds this equal to what the techniques answer for.
 APPLIED = frozenset(
     {
+        "accumulation.delayed",
+        "accumulation.global_batch",
+        "accumulation.micro_batch",
         "accumulation.steps",
         "communication.algorithm",
         "communication.bucket_mib",
@@ -52,9 +55,14 @@ APPLIED = frozenset(
         "compute.attention",
         "compute.compile",
         "compute.fuse",
+        "data.length_grouped",
+        "data.packed_length",
+        "data.packing",
         "data.pin_memory",
         "data.prefetch",
+        "data.shape_buckets",
         "data.workers",
+        "offload.device_bytes",
         "parallel.data",
         "parallel.shard",
         "precision.dtype",
@@ -109,10 +117,14 @@ class Compute(_Section):
 
 @dataclass(frozen=True)
 class Data(_Section):
-    """How batches come: loader workers, pinned memory, packing."""
+    """How batches come: loader workers, pinned memory; packed into rows of ``packed_length``, of like length, or padded
+    to one of ``shape_buckets``.
+    """
 
     packing: bool = _key(False, bool)
+    packed_length: int | None = _key(None, int, least=1)
     length_grouped: bool = _key(False, bool)
+    shape_buckets: tuple[int, ...] | Literal["auto"] = _key((), tuple, ascending=True, auto=True)
     workers: int | Literal["auto"] | None = _key(None, int, least=0, auto=True)
     pin_memory: bool | None = _key(None, bool)
     prefetch: int | None = _key(None, int, least=1)
@@ -120,12 +132,20 @@ class Data(_Section):
 
 @dataclass(frozen=True)
 class Accumulation(_Section):
-    """``steps`` splits each batch into that many micro-batches and synchronises at the last alone."""
+    """A step's samples in micro-batches: so many (``steps``) or so large (``micro_batch``), synchronised at the last.
+
+    ``global_batch`` counts the samples of an optimizer step over all ranks.
+    """
 
     steps: int | Literal["auto"] = _key(1, int, least=1, auto=True)
     micro_batch: int | Literal["auto"] | None = _key(None, int, least=1, auto=True)
     global_batch: int | None = _key(None, int, least=1)
     delayed: bool = _key(False, bool)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a step may be more than one forward and backward."""
+        return self.steps != 1 or self.micro_batch is not None or self.global_batch is not None
 
 
 @dataclass(frozen=True)
@@ -376,6 +396,8 @@ def _check_together(config: Config) -> None:
     data, communication = config.data, config.communication
     if data.prefetch is not None and data.workers in (None, 0):
         raise UsageError("data.prefetch needs workers to fetch ahead: set data.workers to 1 or more as well")
+    if data.packed_length is not None and not data.packing:
+        raise UsageError("data.packed_length is the length of packed rows: set data.packing to true as well")
     if config.precision.loss_scale is not None and config.precision.dtype != "fp16":
         raise UsageError(
             'precision.loss_scale belongs to precision.dtype = "fp16"; bf16 and fp32 need no scaling: drop it'
@@ -387,7 +409,9 @@ def _check_together(config: Config) -> None:
     offload = config.offload
     if "nvme" in (offload.optimizer, offload.parameters, offload.activations) and offload.path is None:
         raise UsageError('offload to "nvme" needs offload.path, a folder on that disk')
-    if config.accumulation.micro_batch is not None and config.accumulation.steps not in (1, "auto"):
-        raise UsageError(
-            "accumulation.steps and accumulation.micro_batch both say how to split a batch: keep one of them"
-        )
+    accumulation = config.accumulation
+    if accumulation.micro_batch is not None and accumulation.steps not in (1, "auto"):
+        if accumulation.global_batch is None or accumulation.micro_batch == "auto":
+            raise UsageError(
+                "accumulation.steps and accumulation.micro_batch both say how to split a batch: keep one of them"
+            )

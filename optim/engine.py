@@ -15,16 +15,16 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trine.optim._facts import facts_of, require_trainable
 from trine.optim._override import current_override
-from trine.optim.batches import pieces_of, size_of, to_device, tokens_of
+from trine.optim.batches import Gathered, pieces_of, size_of, to_device, tokens_of
 from trine.optim.config import Config
 from trine.optim.techniques import Assembly, Effect, require_applicable, techniques
-from trine.record.errors import UsageError
+from trine.record.errors import TrainingError, TrineError, UsageError
 from trine.record.events import emit, emit_metric
 
 if TYPE_CHECKING:
@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "optimize"]
 
 logger = logging.getLogger("trine")
+
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+
+#: How far a step has come: what can still be undone when it fails.
+_IDLE, _RUNNING, _EXCHANGING, _UPDATING = range(4)
+_WHILE = {
+    _IDLE: "before a step",
+    _RUNNING: "in forward or backward",
+    _EXCHANGING: "while gradients were exchanged",
+    _UPDATING: "in the optimizer step",
+}
 
 #: ``loss_fn(model, batch)``: the mean loss, or the mean loss and the number of tokens it is the mean of.
 LossFunction = Callable[[Any, Any], Any]
@@ -75,7 +86,9 @@ def optimize(
         technique.check(config, facts)
     from trine.optim.runtime.adoption import named_parameters
 
-    assembly = Assembly(model, optimizer, config, facts, named_parameters(model))
+    assembly = Assembly(
+        model, optimizer, config, facts, named_parameters(model), whole_steps=loss_fn is not None
+    )
     for technique in techniques():
         technique.apply(assembly)
     for finish in assembly.finish:
@@ -102,7 +115,6 @@ class Engine:
         from trine.optim.runtime.update import Update
 
         self.config = assembly.config
-        self.effects: tuple[Effect, ...] = tuple(assembly.effects)
         self._assembly = assembly
         self._facts = assembly.facts
         self._loss_fn = loss_fn
@@ -111,7 +123,9 @@ class Engine:
         self._micro = 0  # micro-batches since the last optimizer step
         self._last_is_near = False  # the loader has no further batch
         self._step_open = False  # by engine.steps; else train_step opens its own
-        self._described = False
+        self._stage = _IDLE
+        self._broken: str | None = None  # why no further step can be taken
+        self._described = -1  # effects that listeners know of
         self._loss: torch.Tensor | None = None  # of the step that is running
         self._close = weakref.finalize(self, _close_all, assembly.closers)
 
@@ -126,6 +140,11 @@ class Engine:
         return self._assembly.optimizer
 
     @property
+    def effects(self) -> tuple[Effect, ...]:
+        """What was changed, and what the first steps showed of it."""
+        return tuple(self._assembly.effects)
+
+    @property
     def step_index(self) -> int:
         """Steps that have ended."""
         return self._index
@@ -134,15 +153,34 @@ class Engine:
         """Name, as in the model that was given → what the optimizer holds for it: itself, a shard, a master copy."""
         return dict(self._assembly.parameters)
 
+    def flush(self) -> bool:
+        """Apply the update that ``accumulation.delayed`` still holds back, as every rank must; false where there is none.
+
+        Happens by itself when ``engine.steps`` has no further batch, and in :meth:`close`.
+        """
+        return self._update.flush()
+
     def close(self) -> None:
-        """Stop the engine's threads and remove its files; happens by itself when the process ends."""
+        """Finish: apply what is held back, stop the engine's threads, remove its files.
+
+        Threads and files also end by themselves with the process.
+        """
+        if self._close.alive and self._broken is None:
+            self.flush()
         self._close()
 
     # --- loops of the user's own ---------------------------------------------------------------
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """The model's forward, under this configuration. Tensors are moved to the model's device."""
-        self._synchronise(self._is_last_micro())
+        """The model's forward, under this configuration. Tensors are moved to the model's device.
+
+        Without gradients (``torch.no_grad``) it is an evaluation, and counts as no micro-batch.
+        """
+        if self._training():
+            self._require_usable()
+            if self._assembly.admit is not None:
+                self._assembly.admit((arguments, named))
+            self._synchronise(self._is_last_micro())
         arguments = to_device(arguments, self._facts.device)
         named = to_device(named, self._facts.device)
         emit("phase", name="forward")
@@ -161,10 +199,22 @@ class Engine:
             return False
         return self._optimizer_step()
 
+    def discard(self) -> None:
+        """Forget the gradients since the last optimizer step, after an exception in a loop's own body.
+
+        ``optimizer.zero_grad()`` alone would leave their weight behind, and the next step would be scaled wrong.
+        """
+        self._micro = 0
+        self._update.discard()
+
     # --- whole steps ---------------------------------------------------------------------------
 
     def steps(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches, each a step: remade with the configuration's workers, moved by train_step."""
+        """The loader's batches, each a step: remade with the configuration's workers, moved by train_step.
+
+        With ``accumulation.global_batch`` and a ``loss_fn`` each is what this rank takes an optimizer step, gathered or cut
+        from the loader's batches.
+        """
         for remake in self._assembly.loaders:
             loader = remake(loader)
         iterator = iter(loader)
@@ -174,9 +224,11 @@ class Engine:
             emit("phase", name="data")
             try:
                 batch = next(iterator)
-            except StopIteration:
+            except BaseException as error:
                 emit("step_cancel", index=self._index)
-                break
+                if isinstance(error, StopIteration):
+                    break
+                raise
             if left is not None:
                 left -= 1
                 self._last_is_near = left == 0
@@ -193,6 +245,8 @@ class Engine:
                 self._assembly.accumulation,
             )
         self._last_is_near = False
+        if self._broken is None:
+            self.flush()
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, accumulation and optimizer on one batch; the mean loss, detached, on the device.
@@ -205,33 +259,109 @@ class Engine:
                 "engine.train_step needs loss_fn: pass loss_fn=… to trine.optimize, or use engine(batch), "
                 "engine.backward(loss) and engine.step()"
             )
+        self._require_usable()
         own_step = not self._step_open
         if own_step:
             self._begin_step()
         emit("phase", name="copy")
-        batch = to_device(batch, self._facts.device)
-        cut = self._assembly.cut
-        pieces = pieces_of(batch, self._assembly.accumulation) if cut is None else cut(batch)
-        for position, piece in enumerate(pieces):
-            self._synchronise(position == len(pieces) - 1)
-            emit("phase", name="forward")
-            with self._contexts():
-                result = self._loss_fn(self.model, piece)
-            loss, weight, counted = self._weighed(result, piece, len(pieces))
-            emit("phase", name="backward")
-            self._update.backward(loss, weight, counted)
-        self._optimizer_step()
-        mean = self._update.loss
-        self._loss = mean
+        try:
+            if not isinstance(batch, Gathered):  # whose micro-batches are moved one by one
+                batch = to_device(batch, self._facts.device)
+            self._loss = self._run(batch)
+        except BaseException as error:
+            self._fail(error)
+            if own_step:
+                emit("step_cancel", index=self._index)
+            raise
+        mean = self._loss
         if own_step:
             self._close_step(size_of(batch), tokens_of(batch))
         return mean
 
+    def _run(self, batch: Any) -> torch.Tensor:
+        assembly = self._assembly
+        if assembly.fitting is not None:
+            return assembly.fitting.step(batch, self._accumulate, self._probe, self._take_back)
+        return self._accumulate(
+            pieces_of(batch, assembly.accumulation) if assembly.cut is None else assembly.cut(batch)
+        )
+
+    def _accumulate(self, pieces: list[Any]) -> torch.Tensor:
+        """Forward and backward of each micro-batch, then the optimizer; the mean loss."""
+        last = len(pieces) - 1
+        samples = [float(size_of(piece) or 1) for piece in pieces] if last else [1.0]
+        whole = sum(samples)
+        self._stage = _RUNNING
+        for position, piece in enumerate(pieces):
+            self._synchronise(position == last)
+            result = self._forward(piece)
+            loss, weight, counted = _weighed(result, samples[position] / whole)
+            emit("phase", name="backward")
+            if position == last:
+                self._stage = _EXCHANGING
+            self._update.backward(loss, weight, counted)
+        self._stage = _UPDATING
+        self._optimizer_step()
+        self._stage = _IDLE
+        return self._update.loss
+
+    def _forward(self, piece: Any) -> Any:
+        assert self._loss_fn is not None
+        piece = to_device(piece, self._facts.device)
+        emit("phase", name="forward")
+        with self._contexts():
+            return self._loss_fn(self.model, piece)
+
+    def _probe(self, piece: Any) -> None:
+        """Forward and backward of a micro-batch whose memory is measured; what it leaves is undone by who measures."""
+        self._synchronise(self.config.zero.stage >= 2)  # gradients that stay unreduced could not be undone
+        _weighed(self._forward(piece), 1.0)[0].backward()  # type: ignore[no-untyped-call]
+
     # --- parts ---------------------------------------------------------------------------------
 
-    def _contexts(self) -> ExitStack:
+    def _training(self) -> bool:
+        import torch
+
+        return torch.is_grad_enabled()
+
+    def _require_usable(self) -> None:
+        if self._broken is not None:
+            raise UsageError(self._broken)
+        if not self._close.alive:
+            raise UsageError("this engine was closed: make another with trine.optimize")
+
+    def _take_back(self) -> None:
+        """Forget the gradients of a step that ran out of memory. Raises ``TrainingError`` where it is too late for that."""
+        if self._stage == _UPDATING or (self._stage == _EXCHANGING and self._facts.ranks > 1):
+            raise TrainingError(
+                f"out of memory {_WHILE[self._stage]}, when the step can no longer be run in smaller pieces: start again "
+                "from a checkpoint with a smaller accumulation.micro_batch"
+            )
+        self.discard()
+
+    def _fail(self, error: BaseException) -> None:
+        """A step raised: what it added is dropped, and the engine stays usable unless ranks or parameters may differ."""
+        stage, self._stage = self._stage, _IDLE
+        refused = isinstance(error, TrineError)  # by this package, with parameters as they were
+        alone = self._facts.ranks == 1
+        if stage == _UPDATING:
+            lost = not refused
+        else:
+            lost = not alone and (stage == _EXCHANGING or (stage == _RUNNING and self.config.zero.stage >= 2))
+        if lost:
+            said = str(error).partition("\n")[0]
+            self._broken = (
+                f"this engine failed {_WHILE[stage]} ({type(error).__name__}: {said}), so that parameters or ranks may "
+                "disagree: start again from a checkpoint with a new one"
+            )
+        self.discard()
+
+    def _contexts(self) -> AbstractContextManager[Any]:
+        contexts = self._assembly.contexts
+        if not contexts:
+            return _NO_CONTEXT
         stack = ExitStack()
-        for context in self._assembly.contexts:
+        for context in contexts:
             stack.enter_context(context())
         return stack
 
@@ -242,12 +372,6 @@ class Engine:
         if self._assembly.synchronise is not None:
             self._assembly.synchronise(wanted)
 
-    def _weighed(self, result: Any, piece: Any, pieces: int) -> tuple[torch.Tensor, Any, bool]:
-        """The mean loss, what it weighs, and whether that is a token count: else its samples, else one."""
-        if isinstance(result, tuple):
-            return result[0], result[1], True
-        return result, 1.0 if pieces == 1 else float(size_of(piece) or 1), False
-
     def _optimizer_step(self) -> bool:
         emit("phase", name="optimizer")
         self._micro = 0
@@ -255,12 +379,13 @@ class Engine:
 
     def _begin_step(self) -> None:
         emit("step_begin", index=self._index)
-        if not self._described:
-            self._described = emit(
-                "configuration",
-                configuration=self.config.to_dict(),
-                effects=[str(effect) for effect in self.effects],
-            )
+        effects = self.effects
+        if len(effects) > self._described and emit(
+            "configuration",
+            configuration=self.config.to_dict(),
+            effects=[str(effect) for effect in effects],
+        ):
+            self._described = len(effects)
 
     def _close_step(self, samples: int | None, tokens: int | None) -> None:
         self._step_open = False
@@ -271,6 +396,13 @@ class Engine:
         self._loss = None
         for after in self._assembly.after_step:
             after()
+
+
+def _weighed(result: Any, share: float) -> tuple[torch.Tensor, Any, bool]:
+    """The mean loss, what it weighs, and whether that is a token count: else its share of the step's samples."""
+    if isinstance(result, tuple):
+        return result[0], result[1], True
+    return result, share, False
 
 
 def _config(given: Config | Mapping[str, Any] | str | Path | None) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ class Update:
         self._policy = nonfinite
         self._agreement = Agreement(assembly.facts.device, assembly.facts.ranks)
         self._watch = Watch(assembly, nonfinite)
-        self._unit: float | None = None  # what weights are counted in; the same on every rank
+        self._units: dict[bool, float] = {}  # whether tokens were counted → what weights are counted in
         self._weight: float | torch.Tensor = 0.0  # of the gradients summed so far, in units
         self._summed: float | torch.Tensor = 0.0  # weight × loss, of what counted
         self._counted = False
@@ -61,10 +62,12 @@ class Update:
         self._counted = self._counted or counted
         self._dtype = loss.dtype
         if counted:
-            weight = weight / self._unit_of(weight)
+            weight = weight / self._unit_of(weight, agree=True)
             if counts_nothing(weight):
                 self._backward_of_nothing(loss)
                 return
+        elif weight != 1.0:  # samples: each rank divides by its own sum
+            weight = weight / self._unit_of(weight, agree=False)
         self._watch.saw(loss)
         if counted and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
             # Not known here without waiting: zero must weigh nothing, also times the NaN of 0/0.
@@ -84,25 +87,66 @@ class Update:
         Raises ``TrainingError`` on all ranks at once for gradients that are not finite, unless they are to be skipped
         or allowed; parameters and state are then as before the step.
         """
+
+        def gather() -> bool:
+            for collect in self._assembly.collect:
+                collect()
+            return self._swap()
+
+        return self._complete(gather)
+
+    def flush(self) -> bool:
+        """Apply the update that is still to come where updates are one step late; false where there is none."""
+        weight = None if self._assembly.deferred is None else self._assembly.deferred.flush()
+        return weight is not None and self._complete(lambda: self._in_place(weight))
+
+    def discard(self) -> None:
+        """Forget the gradients since the last optimizer step: they are as if there had been no backward."""
+        self._assembly.optimizer.zero_grad(set_to_none=True)
+        for (
+            parameter
+        ) in self._assembly.model.parameters():  # where the optimizer holds others, such as masters
+            parameter.grad = None
+        self._forget()
+
+    def _complete(self, gather: Callable[[], bool]) -> bool:
+        """The step, from what puts its gradients in place (false: there are none yet) to its end."""
         assembly = self._assembly
         try:
-            for collect in assembly.collect:
-                collect()
-            stepped = self._normalise()
+            stepped = gather() and self._normalise()
             if stepped:
-                ready = [exchange() for exchange in assembly.exchange]  # every one must run
-                stepped = all(ready) and self._apply()
+                exchanged = [exchange() for exchange in assembly.exchange]  # every one must run
+                stepped = all(exchanged) and self._apply()
             for after in assembly.after_update:
                 after(stepped)
         finally:
             assembly.optimizer.zero_grad(set_to_none=True)
-            self._weight = self._summed = 0.0
-            self._counted = False
-            self._watch.forget()
+            self._forget()
             self.steps += 1
         if stepped and self._scheduler is not None:
             self._scheduler.step()
         return stepped
+
+    def _forget(self) -> None:
+        self._weight = self._summed = 0.0
+        self._counted = False
+        self._watch.forget()
+
+    def _swap(self) -> bool:
+        """Where updates are one step late: this step's sums leave, and those of the step before take their place."""
+        deferred = self._assembly.deferred
+        if deferred is None:
+            return True
+        self._loss = self._mean_loss(None)
+        weight = deferred.exchange(self._weight)
+        return weight is not None and self._in_place(weight)
+
+    def _in_place(self, weight: Any) -> bool:
+        """What lies in the gradients is the mean over ranks of sums of this mean weight; the loss stays this step's."""
+        self._weight = weight
+        self._summed = self.loss * weight
+        self._counted = False
+        return True
 
     def _apply(self) -> bool:
         assembly = self._assembly
@@ -130,14 +174,19 @@ class Update:
             with zero_gradients(self._assembly.model, loss):
                 loss.backward()  # type: ignore[no-untyped-call]
 
-    def _unit_of(self, weight: Any) -> float:
-        """A power of two near the first count, agreed once: gradients stay in the range they have by themselves."""
-        if self._unit is None:
-            first = torch.as_tensor(float(weight), dtype=torch.float64, device=self._assembly.facts.device)
-            if self._assembly.facts.ranks > 1:
+    def _unit_of(self, weight: Any, agree: bool) -> float:
+        """A power of two near a whole step's weight, set once: summed gradients stay in the range of a mean's.
+
+        In fp16 that decides whether they overflow. Ranks that weigh by tokens must count in the same unit.
+        """
+        if agree not in self._units:
+            facts = self._assembly.facts
+            first = torch.as_tensor(float(weight), dtype=torch.float64, device=facts.device)
+            if agree and facts.ranks > 1:
                 distributed.all_reduce(first, op=distributed.ReduceOp.MAX)
-            self._unit = 2.0 ** round(math.log2(max(float(first), 1.0)))
-        return self._unit
+            step = max(float(first), 1.0) * self._assembly.accumulation
+            self._units[agree] = 2.0 ** round(math.log2(step))
+        return self._units[agree]
 
     # --- what ranks agree on -------------------------------------------------------------------
 

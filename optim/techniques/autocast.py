@@ -1,8 +1,9 @@
 """Lower precision by autocast: ``precision.dtype``.
 
-Matmuls, convolutions and attention compute in bf16; reductions, norms and losses stay in fp32, and
-so do the parameters, their gradients and the optimizer's state (Micikevicius et al. 2018; PyTorch's
-automatic mixed precision). bf16 has fp32's range, so nothing needs scaling.
+Matmuls, convolutions and attention compute in bf16 or fp16; reductions, norms and losses stay in
+fp32, and so do the parameters, their gradients and the optimizer's state (Micikevicius et al. 2018;
+PyTorch's automatic mixed precision). bf16 has fp32's range, so nothing needs scaling; fp16 rounds
+eight times finer and needs the loss scaled (:mod:`trine.optim.techniques.loss_scaling`).
 """
 
 from __future__ import annotations
@@ -19,37 +20,38 @@ __all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal"]
 KEYS = ("precision.dtype",)
 ORDER = 50
 QUANTITY = "matmul time and activation bytes"
-NUMERICS = "bf16 rounds to 8 bits of mantissa: losses within 2e-3 relative of fp32 over 30 steps"
+NUMERICS = "bf16 rounds to 8 bits of mantissa, fp16 to 11: losses within 2e-3 and 6e-4 relative of fp32 over 30 steps"
 
 
 def refusal(config: Config) -> str | None:
-    """fp16 needs loss scaling, which this version lacks."""
-    if config.precision.dtype == "fp16":
-        return 'precision.dtype = "fp16" needs loss scaling, which this version lacks: use "bf16"'
+    """Everything of this key can be applied."""
     return None
 
 
 def check(config: Config, facts: Facts) -> None:
     """Raise ``UsageError`` where the device has no autocast, or no bf16."""
-    if config.precision.dtype != "bf16":
+    wanted = config.precision.dtype
+    if wanted not in ("bf16", "fp16"):
         return
     import torch
 
     kind = facts.device_type
     if not torch.amp.is_autocast_available(kind):
         raise UsageError(
-            f'precision.dtype = "bf16": PyTorch has no autocast for {kind} devices; take the key out'
+            f'precision.dtype = "{wanted}": PyTorch has no autocast for {kind} devices; take the key out'
         )
-    if kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if wanted == "bf16" and kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(facts.device)
         raise UsageError(f'precision.dtype = "bf16": {name} has no bf16 units; take the key out')
+    if config.precision.master_weights:
+        return
     low = [
         name for name, p in facts.model.named_parameters() if p.is_floating_point() and p.element_size() < 4
     ]
     if low:
         raise UsageError(
-            f'precision.dtype = "bf16" is autocast over fp32 parameters, and {low[0]} is stored in less: take '
-            "the key out, or keep the parameters in fp32"
+            f'precision.dtype = "{wanted}" is autocast over fp32 parameters, and {low[0]} is stored in less: set '
+            "precision.master_weights = true, take the key out, or keep the parameters in fp32"
         )
 
 
@@ -60,20 +62,29 @@ def apply(assembly: Assembly) -> None:
         return
     import torch
 
+    from trine.optim.runtime.dtypes import FirstStep
+
     kind = assembly.facts.device_type
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted]
+    low = dtype if wanted != "fp32" else torch.bfloat16
 
     def context() -> AbstractContextManager[Any]:
-        return torch.autocast(kind, dtype=torch.bfloat16, enabled=wanted == "bf16")
+        return torch.autocast(kind, dtype=low, enabled=wanted != "fp32")
 
     assembly.contexts.append(context)
     note = ""
-    if wanted == "bf16" and kind == "cpu" and not processor_has_bf16():
-        note = "this CPU has no bf16 instructions: expect it to be slower"
+    if kind == "cpu" and wanted != "fp32" and not processor_has(wanted):
+        note = f"this CPU has no {wanted} instructions: expect it to be slower"
     assembly.effects.append(Effect(KEYS[0], "as the program has it", f"{wanted} autocast", note))
 
+    def watch(finished: Assembly) -> None:
+        FirstStep(finished, KEYS[0], dtype)
 
-def processor_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX-512 BF16, AMX, or Arm's BF16 extension)."""
+    assembly.finish.append(watch)
+
+
+def processor_has(dtype: str) -> bool:
+    """Whether this CPU multiplies ``bf16`` or ``fp16`` in hardware (AVX-512, AMX, or Arm's extensions)."""
     import platform
     from pathlib import Path
 
@@ -83,5 +94,8 @@ def processor_has_bf16() -> bool:
         facts = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return True  # unknown: say nothing rather than warn without reason
-    words = set(facts.split())
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & words)
+    names = {
+        "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
+        "fp16": {"avx512_fp16", "amx_fp16", "fphp", "asimdhp"},
+    }
+    return bool(names[dtype] & set(facts.split()))

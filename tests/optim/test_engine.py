@@ -267,7 +267,6 @@ def test_workers_would_repeat_an_iterable_dataset() -> None:
 # --- refusals ----------------------------------------------------------------------------------
 
 REFUSED = [
-    ({"precision.dtype": "fp16"}, "precision.dtype"),
     ({"precision.float8": True}, "precision.float8"),
     ({"precision.tf32": True}, "precision.tf32"),
     ({"compute.attention": "flex"}, "compute.attention"),
