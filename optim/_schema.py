@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from trine.record.errors import UsageError
@@ -20,6 +21,9 @@ class Key:
     default: Any
     choices: tuple[Any, ...] = ()
     members: tuple[str, ...] = ()
+    ascending: bool = (
+        False  # a list of whole numbers, each above the one before it, the first at least ``least``
+    )
     least: float | None = None
     above: float | None = None
     auto: bool = False
@@ -43,6 +47,11 @@ class Key:
                 raise UsageError(f"{path} = {spell(value)}: it takes more than {self.above:g}")
 
     def _check_members(self, path: str, value: tuple[Any, ...]) -> None:
+        if self.ascending:
+            numbers = all(_is(member, int) for member in value)
+            if not numbers or any(a >= b for a, b in pairwise((int(self.least or 1) - 1, *value))):
+                raise UsageError(f"{path} = {spell(value)}: it takes {self._takes()}")
+            return
         for member in value:
             if not isinstance(member, str):
                 raise UsageError(f"{path}: {spell(member)} is not a string")
@@ -57,6 +66,7 @@ class Key:
     def _takes(self) -> str:
         words = [spell(choice) for choice in self.choices]
         names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+        names |= {tuple: "a list of ascending whole numbers"} if self.ascending else {}
         words += [names.get(kind, "a list of strings" if kind is tuple else "a table") for kind in self.kinds]
         if self.auto:
             words.append('"auto"')

@@ -69,32 +69,24 @@ def _remade(
 ) -> Iterable[Any]:
     from torch.utils.data import DataLoader, IterableDataset
 
+    from trine.optim.runtime.loaders import remade
+
     if type(loader) is not DataLoader:
         raise UsageError(
             f"data.workers: engine.steps got a {type(loader).__name__}, and only a torch DataLoader can be given "
             "workers: pass the DataLoader itself, or take the key out"
         )
     count = loader.num_workers if workers is None else workers
-    keys: dict[str, Any] = {
-        "num_workers": count,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory if pin_memory is None else pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context if count else None,
-        "generator": loader.generator,
-        "persistent_workers": count > 0,
-        "in_order": loader.in_order,
-    }
-    if count:
-        keys["prefetch_factor"] = prefetch or loader.prefetch_factor or 2
-    if isinstance(loader.dataset, IterableDataset):
-        if count > max(1, loader.num_workers):
-            raise UsageError(
-                f"data.workers = {count}: each worker would read the whole of an iterable dataset, and samples "
-                "would repeat: set data.workers to 1, or give the dataset an order by index"
-            )
-        return DataLoader(loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **keys)
-    if loader.batch_sampler is not None:
-        return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **keys)
-    return DataLoader(loader.dataset, batch_size=None, sampler=loader.sampler, **keys)
+    if isinstance(loader.dataset, IterableDataset) and count > max(1, loader.num_workers):
+        raise UsageError(
+            f"data.workers = {count}: each worker would read the whole of an iterable dataset, and samples "
+            "would repeat: set data.workers to 1, or give the dataset an order by index"
+        )
+    return remade(
+        loader,
+        num_workers=count,
+        pin_memory=loader.pin_memory if pin_memory is None else pin_memory,
+        multiprocessing_context=loader.multiprocessing_context if count else None,
+        persistent_workers=count > 0,
+        prefetch_factor=(prefetch or loader.prefetch_factor or 2) if count else None,
+    )
