@@ -66,7 +66,7 @@ class Update:
             if counts_nothing(weight):
                 self._backward_of_nothing(loss)
                 return
-        elif weight != 1.0:  # samples: each rank divides by its own sum
+        else:  # samples: each rank divides by its own sum
             weight = weight / self._unit_of(weight, agree=False)
         self._watch.saw(loss)
         if counted and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
