@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trine.optim._facts import facts_of, require_trainable
 from trine.optim._override import current_override
+from trine.optim._persistence import Persistent
 from trine.optim.batches import Gathered, pieces_of, size_of, to_device, tokens_of
 from trine.optim.config import Config
 from trine.optim.techniques import Assembly, Effect, require_applicable, techniques
@@ -101,7 +102,7 @@ def optimize(
     return Engine(assembly, loss_fn, clip_norm, scheduler, nonfinite)
 
 
-class Engine:
+class Engine(Persistent):
     """Trains one model by one configuration. Made by :func:`optimize`."""
 
     def __init__(
@@ -123,6 +124,7 @@ class Engine:
         self._micro = 0  # micro-batches since the last optimizer step
         self._last_is_near = False  # the loader has no further batch
         self._step_open = False  # by engine.steps; else train_step opens its own
+        self._consumed = False  # the open step's batch has been trained on
         self._stage = _IDLE
         self._broken: str | None = None  # why no further step can be taken
         self._described = -1  # effects that listeners know of
@@ -195,6 +197,7 @@ class Engine:
     def step(self) -> bool:
         """After each micro-batch: steps the optimizer at the last one, and says whether it did."""
         self._micro += 1
+        self._consumed = True
         if self._micro < self._assembly.accumulation and not self._last_is_near:
             return False
         return self._optimizer_step()
@@ -375,6 +378,7 @@ class Engine:
     def _optimizer_step(self) -> bool:
         emit("phase", name="optimizer")
         self._micro = 0
+        self._consumed = True
         return self._update.step()
 
     def _begin_step(self) -> None:
@@ -388,7 +392,7 @@ class Engine:
             self._described = len(effects)
 
     def _close_step(self, samples: int | None, tokens: int | None) -> None:
-        self._step_open = False
+        self._step_open = self._consumed = False
         for name, value in self._assembly.metrics.items():
             emit_metric(name, value)
         emit("step_end", index=self._index, samples=samples, tokens=tokens, loss=self._loss)

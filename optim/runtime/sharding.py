@@ -349,6 +349,20 @@ def _keep_in_step(
     if replicas_of:
         assembly.collect.append(collect)
     assembly.after_update.append(after)
+    assembly.discard.append(lambda: _forget_unreduced(modules, root))
+
+
+def _forget_unreduced(modules: Sequence[FSDPModule], root: FSDPModule) -> None:
+    """Micro-batches that were not synchronised leave whole gradients inside FSDP2, which ``zero_grad`` does not see."""
+    reset = getattr(root, "reset_iter_state", None)
+    if reset is not None:  # from PyTorch 2.13 on
+        reset()
+        return
+    for module in modules:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+        module.reshard()
 
 
 def _keep_statistics_alike(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ class Update:
     ) -> None:
         self._assembly = assembly
         self._clip_norm = clip_norm
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._policy = nonfinite
         self._agreement = Agreement(assembly.facts.device, assembly.facts.ranks)
         self._watch = Watch(assembly, nonfinite)
@@ -107,6 +107,8 @@ class Update:
             parameter
         ) in self._assembly.model.parameters():  # where the optimizer holds others, such as masters
             parameter.grad = None
+        for forget in self._assembly.discard:
+            forget()
         self._forget()
 
     def _complete(self, gather: Callable[[], bool]) -> bool:
@@ -123,8 +125,8 @@ class Update:
             assembly.optimizer.zero_grad(set_to_none=True)
             self._forget()
             self.steps += 1
-        if stepped and self._scheduler is not None:
-            self._scheduler.step()
+        if stepped and self.scheduler is not None:
+            self.scheduler.step()
         return stepped
 
     def _forget(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trine.optim.runtime.exchange import Reduction
     from trine.optim.runtime.exchange.thread import CommunicationThread
 
-__all__ = ["Assembly", "Effect", "Facts", "Scaler", "Stateful"]
+__all__ = ["Assembly", "Deferred", "Effect", "Facts", "Fitting", "Scaler", "Stateful"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,37 @@ class Scaler(Stateful, Protocol):
         """After each step, taken or skipped."""
 
 
+class Fitting(Protocol):
+    """Runs a step in micro-batches whose size it picks."""
+
+    def step(
+        self,
+        batch: Any,
+        run: Callable[[list[Any]], torch.Tensor],
+        probe: Callable[[Any], None],
+        discard: Callable[[], None],
+    ) -> torch.Tensor:
+        """The mean loss that ``run(micro-batches)`` returns.
+
+        ``probe(micro-batch)`` is forward and backward alone, to be measured; ``discard()`` forgets the gradients of a
+        ``run`` that failed before the optimizer step.
+        """
+
+
+class Deferred(Protocol):
+    """Averages gradients in the background and gives them back one step later."""
+
+    def exchange(self, weight: Any) -> Any | None:
+        """Take this step's summed gradients of this weight away, and put the step before's in place.
+
+        Returns the mean over ranks of that step's weights, and leaves the mean over ranks of its sums in the gradients;
+        ``None`` where there was no such step.
+        """
+
+    def flush(self) -> Any | None:
+        """The same with none to take away: the last step's, once."""
+
+
 @dataclass(slots=True)
 class Assembly:
     """The run under construction. Techniques replace or extend its parts in their order.
@@ -105,6 +136,14 @@ class Assembly:
     accumulation: int = 1
     #: A batch → its micro-batches; ``None`` cuts into ``accumulation`` equal pieces.
     cut: Callable[[Any], list[Any]] | None = None
+    #: Whether ``train_step`` runs the steps (there is a ``loss_fn``), so that batches can be cut and gathered.
+    whole_steps: bool = False
+    #: Sees what ``engine(...)`` is called with while gradients are on; raises where only ``train_step`` can do it.
+    admit: Callable[[Any], None] | None = None
+    #: Runs each step of ``train_step``, in place of one pass over ``cut``'s micro-batches.
+    fitting: Fitting | None = None
+    #: After ``collect``: swaps this step's gradients for those of the step before.
+    deferred: Deferred | None = None
     #: Takes whether the next backward synchronises gradients.
     synchronise: Callable[[bool], None] | None = None
     scaler: Scaler | None = None
@@ -116,10 +155,14 @@ class Assembly:
     inspect: list[Callable[[], None]] = field(default_factory=list)
     #: After the update, taken (true) or skipped.
     after_update: list[Callable[[bool], None]] = field(default_factory=list)
+    #: Forget gradients that lie where ``zero_grad`` does not reach, when a step is given up.
+    discard: list[Callable[[], None]] = field(default_factory=list)
     #: After each step has ended; the place for what measures first and changes later.
     after_step: list[Callable[[], None]] = field(default_factory=list)
     #: How a flat bucket of gradients becomes its mean over the replicas; ``None``: the backend's all-reduce.
     reduction: Reduction | None = None
+    #: What DDP averages over where it is not the default group: one with hints of its own.
+    process_group: torch.distributed.ProcessGroup | None = None
     #: Runs ``reduction``; :func:`trine.optim.runtime.exchange.thread.thread_of` makes it when first needed.
     communication: CommunicationThread | None = None
     #: Run once, when every technique has been applied.
