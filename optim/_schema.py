@@ -124,6 +124,8 @@ _FOREIGN = {
     "freeze_step": "communication.compression_warmup_steps",
     "zero_optimization": "[zero] with zero.stage",
     "zero_optimization.stage": "zero.stage",
+    "zero_quantized_weights": "zero.quantized_weights",
+    "zero_quantized_gradients": 'communication.compression = "int8" beside zero.stage',
     "tensor_parallel_degree": "parallel.tensor",
     "tensor_model_parallel_size": "parallel.tensor",
     "tp_size": "parallel.tensor",

@@ -47,6 +47,10 @@ APPLIED = frozenset(
         "accumulation.steps",
         "communication.algorithm",
         "communication.bucket_mib",
+        "communication.compression",
+        "communication.compression_levels",
+        "communication.compression_rank",
+        "communication.compression_warmup_steps",
         "communication.first_bucket_mib",
         "communication.gradient_as_view",
         "communication.nccl",
@@ -67,6 +71,7 @@ APPLIED = frozenset(
         "parallel.shard",
         "precision.dtype",
         "zero.prefetch",
+        "zero.quantized_weights",
         "zero.reshard_after_forward",
         "zero.stage",
     }
@@ -170,9 +175,13 @@ class Parallel(_Section):
 
 @dataclass(frozen=True)
 class Zero(_Section):
-    """Sharding of optimizer state (1), gradients (2) and parameters (3)."""
+    """Sharding of optimizer state (1), gradients (2) and parameters (3).
+
+    ``quantized_weights`` gathers parameters in int8; the shards that the optimizer updates stay as they are.
+    """
 
     stage: int = _key(0, choices=(0, 1, 2, 3))
+    quantized_weights: bool = _key(False, bool)
     reshard_after_forward: bool | int | None = _key(None, bool, int, least=1)
     prefetch: int | None = _key(None, int, least=0)
 
@@ -190,6 +199,7 @@ class Communication(_Section):
         "none",
         choices=("none", "bf16", "fp16", "int8", "qsgd", "powersgd", "onebit", "terngrad"),
     )
+    compression_levels: int | None = _key(None, int, least=1)
     compression_rank: int | None = _key(None, int, least=1)
     compression_warmup_steps: int | None = _key(None, int, least=0)
     algorithm: str | None = _key(None, choices=("ring", "tree", "two_level"), auto=True)
@@ -402,6 +412,8 @@ def _check_together(config: Config) -> None:
         raise UsageError(
             'precision.loss_scale belongs to precision.dtype = "fp16"; bf16 and fp32 need no scaling: drop it'
         )
+    if communication.compression_levels is not None and communication.compression != "qsgd":
+        raise UsageError('communication.compression_levels needs communication.compression = "qsgd"')
     if communication.compression_rank is not None and communication.compression != "powersgd":
         raise UsageError('communication.compression_rank needs communication.compression = "powersgd"')
     if config.checkpointing.budget_bytes is not None and config.checkpointing.mode != "budget":
@@ -410,8 +422,8 @@ def _check_together(config: Config) -> None:
     if "nvme" in (offload.optimizer, offload.parameters, offload.activations) and offload.path is None:
         raise UsageError('offload to "nvme" needs offload.path, a folder on that disk')
     accumulation = config.accumulation
-    if accumulation.micro_batch is not None and accumulation.steps not in (1, "auto"):
-        if accumulation.global_batch is None or accumulation.micro_batch == "auto":
-            raise UsageError(
-                "accumulation.steps and accumulation.micro_batch both say how to split a batch: keep one of them"
-            )
+    both = accumulation.micro_batch is not None and accumulation.steps not in (1, "auto")
+    if both and (accumulation.global_batch is None or accumulation.micro_batch == "auto"):
+        raise UsageError(
+            "accumulation.steps and accumulation.micro_batch both say how to split a batch: keep one of them"
+        )

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from trine.optim.runtime.adoption import plain_name
-from trine.optim.runtime.exchange import Bucket, Piece, Reduction, SumOver
+from trine.optim.runtime.exchange import Bucket, Piece, Reduction
+from trine.optim.runtime.exchange.sums import AllReduce, backend_sum
 from trine.optim.runtime.exchange.thread import CommunicationThread, thread_of
 from trine.record.errors import UsageError
 
@@ -26,48 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["AllReduce", "backend_sum", "bucket_of", "install"]
 
 
-def backend_sum(group: distributed.ProcessGroup | None) -> SumOver:
-    """The backend's own all-reduce over ``group``, in the form that ring, tree and two-level have."""
-
-    def sum_over(flat: torch.Tensor) -> None:
-        distributed.all_reduce(flat, group=group)
-
-    return sum_over
-
-
-class AllReduce:
-    """The mean by any ``SumOver``, nothing compressed: what ring, tree and two-level are wrapped in."""
-
-    def __init__(
-        self, sum_over: SumOver, ranks: int, name: str = "all-reduce", sent_per_byte: float | None = None
-    ) -> None:
-        """``sent_per_byte``: what this rank gives away for each byte of a bucket; by default 2(n-1)/n (Patarasu 2009)."""
-        self.name = name
-        self.sum_over = sum_over
-        self._ranks = ranks
-        self._sent_per_byte = 2 * (ranks - 1) / ranks if sent_per_byte is None else sent_per_byte
-        self._sent_bytes = 0.0
-
-    def mean(self, bucket: Bucket) -> None:
-        """Divide, then sum, as DDP does: low precision does not overflow where the mean would not."""
-        bucket.flat.div_(self._ranks)
-        self.sum_over(bucket.flat)
-        self._sent_bytes += self._sent_per_byte * bucket.flat.numel() * bucket.flat.element_size()
-
-    def sent_bytes(self) -> int:
-        """Since the start."""
-        return round(self._sent_bytes)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: each step stands for itself."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
-
-
-def bucket_of(bucket: distributed.GradBucket, names: Mapping[torch.Tensor, str]) -> Bucket:
-    """DDP's bucket in our terms. ``names``: parameter → its name in the model that was given."""
+def bucket_of(bucket: Any, names: Mapping[torch.Tensor, str]) -> Bucket:
+    """DDP's ``GradBucket`` in our terms. ``names``: parameter → its name in the model that was given."""
     start = 0
     pieces = []
     for parameter in bucket.parameters():

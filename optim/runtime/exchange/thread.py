@@ -54,7 +54,7 @@ class CommunicationThread:
         )
         self.device = device
         self.failure: ExchangeFailed | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], torch.Tensor, Any, Any] | None] = (
             queue.SimpleQueue()
         )
@@ -74,7 +74,7 @@ class CommunicationThread:
         future: Future[torch.Tensor] = Future(devices=devices)  # type: ignore[arg-type]
         ready = None
         if self._stream is not None:
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(self.device))
         self._queue.put((work, flat, future, ready))
         return future
