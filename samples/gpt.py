@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.dropout = config.dropout
         self.implementation = config.attention
-        self.fusable = frozenset({"rotary"} if config.positions == "rotary" else ())
+        self.fusable = {"rotary": "rotary"} if config.positions == "rotary" else {}
         self.fused: frozenset[str] = frozenset()
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
     def set_fused(self, names: Iterable[str]) -> None:
         """Compute these of ``fusable`` as one region from the next call on, and no others."""
-        self.fused = self.fusable & set(names)
+        self.fused = frozenset(self.fusable) & set(names)
 
     def forward(
         self, x: torch.Tensor, visible: Visible | None = None, tables: Tables | None = None
@@ -123,8 +123,6 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to its input."""
 
-    fusable = frozenset({"bias_dropout_residual", "mlp"})
-
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.fused: frozenset[str] = frozenset()
@@ -132,6 +130,10 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = _norm(config)
         self.gated = config.mlp == "swiglu"
+        self.fusable = {
+            "bias_dropout_residual": "bias_dropout_residual",
+            "mlp": "gated" if self.gated else "gelu",
+        }
         if self.gated:  # three matrices of 8/3 hold as many weights as two of 4
             inner = -(-8 * config.hidden // 3 // 16) * 16
             self.gate = nn.Linear(config.hidden, inner, bias=False)
@@ -143,7 +145,7 @@ class Block(nn.Module):
 
     def set_fused(self, names: Iterable[str]) -> None:
         """Compute these of ``fusable`` as one region from the next call on, and no others."""
-        self.fused = self.fusable & set(names)
+        self.fused = frozenset(self.fusable) & set(names)
 
     def forward(
         self, x: torch.Tensor, visible: Visible | None = None, tables: Tables | None = None
@@ -175,7 +177,7 @@ def _norm(config: GPTConfig) -> nn.Module:
 class GPT(nn.Module):
     """Token ids (batch, sequence) to logits (batch, sequence, vocab), or with targets to their loss."""
 
-    fusable = frozenset({"cross_entropy"})
+    fusable: ClassVar[dict[str, str]] = {"cross_entropy": "linear_cross_entropy"}
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -199,7 +201,7 @@ class GPT(nn.Module):
 
     def set_fused(self, names: Iterable[str]) -> None:
         """Compute these of ``fusable`` as one region from the next call on, and no others."""
-        self.fused = self.fusable & set(names)
+        self.fused = frozenset(self.fusable) & set(names)
 
     def forward(
         self,

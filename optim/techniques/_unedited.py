@@ -146,7 +146,7 @@ def _patch_data_parallel(arguments: Mapping[str, Any]) -> None:
 
 def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
     """Change what is there just before training. Raises ``UsageError`` where a technique forbids it."""
-    from trine.optim.techniques import attention, autocast, compilation, fused_optimizer
+    from trine.optim.techniques import attention, autocast, compilation, fused_regions
 
     if not models or not optimizers:
         wanted = [key for key in config.changes() if key in ("compute.compile", "precision.dtype")]
@@ -156,11 +156,13 @@ def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
             )
         return
     # Several models (a GAN) or several optimizers: each pair in turn, for a technique looks at one of each.
+    whole = config.compute.fuse
     for model in models:
         inner = getattr(model, "module", model)
         facts = facts_of(inner, optimizers[0])
+        config = config.with_changes({"compute.fuse": [name for name in whole if name != "optimizer"]})
         assembly = Assembly(inner, optimizers[0], config, facts)
-        for technique in (attention, compilation):
+        for technique in (attention, fused_regions, compilation):
             technique.check(config, facts)
             technique.apply(assembly)
         if config.precision.dtype is not None:
@@ -172,8 +174,9 @@ def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
             model.register_forward_hook(around.after, always_call=True)
     for optimizer in optimizers:
         facts = facts_of(getattr(models[0], "module", models[0]), optimizer)
-        fused_optimizer.check(config, facts)
-        fused_optimizer.apply(Assembly(models[0], optimizer, config, facts))
+        config = config.with_changes({"compute.fuse": [name for name in whole if name == "optimizer"]})
+        fused_regions.check(config, facts)
+        fused_regions.apply(Assembly(models[0], optimizer, config, facts))
 
 
 class _AroundForward:

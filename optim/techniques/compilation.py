@@ -3,14 +3,19 @@
 ``blocks`` compiles each member of the model's longest list of like modules: equal blocks share one
 compilation, and gradients still leave block by block, so that communication can hide behind them.
 ``model`` compiles everything; under data parallel PyTorch cuts the graph at the buckets.
+
+Compiling costs seconds to minutes, once a shape: what it cost, and whether it goes on, is told
+(:mod:`trine.optim.runtime.compile_watch`). On CPUs compiled dropout draws the random numbers of the eager one, which is
+also faster there than the compiler's own (docs/fused.md).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,13 +31,16 @@ __all__ = [
     "check",
     "refusal",
     "repeated_blocks",
+    "tolerance",
 ]
 
 KEYS = ("compute.compile",)
 ORDER = 30
 QUANTITY = "elementwise and launch time; costs compile time once"
-NUMERICS = "the same operators fused: losses within 1e-5 relative in fp32; dropout draws other random numbers than without"
-
+NUMERICS = (
+    "the same operators fused: losses within 1e-5 relative in fp32; dropout draws other random numbers than without, "
+    "except on CPUs"
+)
 
 #: torch._dynamo's DDPOptimizer asserts that no bucket is smaller than DDP's first one.
 LEAST_BUCKET_MIB = 1.0
@@ -43,13 +51,21 @@ def refusal(config: Config) -> str | None:
     return None
 
 
+def tolerance(config: Config) -> Tolerance | None:
+    """Another order of rounding."""
+    return None if config.compute.compile is False else Tolerance(loss=1e-5, gradient=1e-4)
+
+
 def check(config: Config, facts: Facts) -> None:
     """Raise ``UsageError`` without a compiler, or without blocks to compile."""
     wanted = config.compute.compile
     if wanted is False:
         return
-    if facts.device_type == "cpu":
-        _require_compiler()
+    from trine.optim.runtime.regions import find_missing
+
+    missing = find_missing(facts.device_type)
+    if missing:
+        raise UsageError(f"compute.compile needs {missing}: install it, or take the key out")
     if wanted == "blocks" and not repeated_blocks(facts.model):
         raise UsageError(
             f'compute.compile = "blocks": {type(facts.model).__name__} has no list of like modules '
@@ -73,17 +89,30 @@ def apply(assembly: Assembly) -> None:
     wanted = assembly.config.compute.compile
     if wanted is False:
         return
+    from trine.optim.runtime.compile_watch import watch_compilation
+
+    note = "compiled at the first step"
+    options: dict[str, Any] | None = None
+    if assembly.facts.device_type == "cpu":
+        options = {"fallback_random": True}
+    elif _has_dropout(assembly.model):
+        note += "; dropout draws other random numbers"
     if wanted == "model":
-        assembly.model.compile()
-        assembly.effects.append(Effect(KEYS[0], "eager", "the whole model", "compiled at its first step"))
-        return
-    blocks = repeated_blocks(assembly.model)
-    for block in blocks:
-        block.compile()
-    kind = type(blocks[0]).__name__
-    assembly.effects.append(
-        Effect(KEYS[0], "eager", f"{len(blocks)} blocks of {kind}", "compiled at the first step")
-    )
+        assembly.model.compile(options=options)
+        assembly.effects.append(Effect(KEYS[0], "eager", "the whole model", note))
+    else:
+        blocks = repeated_blocks(assembly.model)
+        for block in blocks:
+            block.compile(options=options)
+        kind = type(blocks[0]).__name__
+        assembly.effects.append(Effect(KEYS[0], "eager", f"{len(blocks)} blocks of {kind}", note))
+    watch_compilation(assembly, KEYS[0])
+
+
+def _has_dropout(model: torch.nn.Module) -> bool:
+    from torch.nn.modules.dropout import _DropoutNd
+
+    return any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -102,15 +131,3 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         if size > weight:
             best, weight = members, size
     return best
-
-
-def _require_compiler() -> None:
-    import os
-    import shutil
-
-    wanted = os.environ.get("CXX")
-    if not any(shutil.which(name) for name in ([wanted] if wanted else ["g++", "clang++", "c++", "cl"])):
-        raise UsageError(
-            f"compute.compile needs a C++ compiler on a CPU, and there is no {wanted or 'g++ or clang++'} here: "
-            "install one (Debian: apt install g++), or take the key out"
-        )

@@ -273,7 +273,6 @@ REFUSED = [
     ({"accumulation.steps": "auto"}, "accumulation.steps"),
     ({"accumulation.delayed": True}, "accumulation.delayed"),
     ({"communication.compression": "powersgd"}, "communication.compression"),
-    ({"communication.overlap": False}, "communication.overlap"),
     ({"checkpointing.mode": "full"}, "checkpointing.mode"),
     ({"offload.optimizer": "cpu"}, "offload.optimizer"),
     ({"activations.dtype": "bf16"}, "activations.dtype"),

@@ -14,13 +14,15 @@ outer ``torch.compile`` they are plain operators, which that one fuses.
 from __future__ import annotations
 
 import torch
+from torch._compile import _disable_dynamo
 
 from trine.optim.runtime.regions import _bodies as bodies
 from trine.optim.runtime.regions._bodies import ACTIVATIONS
-from trine.optim.runtime.regions._compiled import Compiled, compiler_missing
+from trine.optim.runtime.regions._compiled import Compiled, compiler_missing, find_missing
 from trine.optim.runtime.regions._cross_entropy import ChunkedLinearCrossEntropy, rows_of_a_chunk
 from trine.optim.runtime.regions._dropout import BiasDropoutResidual
 from trine.optim.runtime.regions._liger import kernel_for, liger
+from trine.record.errors import UsageError
 
 __all__ = [
     "ACTIVATIONS",
@@ -28,6 +30,7 @@ __all__ = [
     "bias_dropout_residual",
     "bodies",
     "compiler_missing",
+    "find_missing",
     "gated",
     "gelu",
     "implementation",
@@ -183,7 +186,6 @@ def rotary(
     return rotated[0], rotated[1]
 
 
-@torch.compiler.disable
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -202,29 +204,45 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction {reduction!r} is none of ('mean', 'sum')")
+    if "DTensor" in (type(hidden).__name__, type(weight).__name__):
+        raise UsageError(
+            'compute.fuse = ["cross_entropy"]: the head\'s weight is sharded where the loss is computed: compute it '
+            "inside the forward of the module that is sharded with the head, or take cross_entropy out"
+        )
+    # An outer torch.compile would unroll the loop over chunks: its graph ends here instead.
+    run = _uncompiled if torch.compiler.is_compiling() else _linear_cross_entropy
+    return run(hidden, weight, targets, bias, ignore_index, reduction == "mean", chunk)
+
+
+def _linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignored: int,
+    mean: bool,
+    chunk: int | None,
+) -> torch.Tensor:
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     kind = hidden.device.type
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False):
-        if reduction == "mean" and implementation("linear_cross_entropy", hidden) == "liger":
-            kernel = _kernel("linear_cross_entropy", hidden)
+        if mean and implementation("linear_cross_entropy", hidden) == "liger":
             bias = None if bias is None else bias.to(dtype)
-            return _tensor(kernel(rows.to(dtype), weight.to(dtype), wanted, bias, ignore_index))
+            kernel = _kernel("linear_cross_entropy", hidden)
+            return _tensor(kernel(rows.to(dtype), weight.to(dtype), wanted, bias, ignored))
         size = chunk or rows_of_a_chunk(len(rows), rows.shape[1], len(weight))
+        training = torch.is_grad_enabled()
         loss = ChunkedLinearCrossEntropy.apply(
-            rows,
-            weight,
-            bias,
-            wanted,
-            ignore_index,
-            size,
-            dtype,
-            reduction == "mean",
-            torch.is_grad_enabled(),
+            rows, weight, bias, wanted, ignored, size, dtype, mean, training
         )
     return _tensor(loss)
+
+
+#: The decorator of torch.compiler would import the compiler, seconds of it, with this module.
+_uncompiled = _disable_dynamo(_linear_cross_entropy)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

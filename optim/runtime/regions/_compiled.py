@@ -14,27 +14,30 @@ from typing import Any
 
 import torch
 
-__all__ = ["Compiled", "compiler_missing"]
+__all__ = ["Compiled", "compiler_missing", "find_missing"]
 
 logger = logging.getLogger("trine")
 
 
-@functools.lru_cache(maxsize=8)
-def compiler_missing(device_type: str) -> str | None:
-    """Why ``torch.compile`` cannot make code for such a device here; ``None`` where it can.
+def find_missing(device_type: str) -> str | None:
+    """What ``torch.compile`` lacks here to make code for such a device; ``None`` where it can.
 
     The CPU's code is C++ with a Python binding: a compiler and Python's headers. CUDA's is Triton.
     """
     if device_type != "cpu":
         from torch.utils._triton import has_triton
 
-        return None if has_triton() else f"Triton is not installed, which compiles for {device_type} devices"
+        return None if has_triton() else f"Triton for {device_type} devices, which is not installed"
     wanted = os.environ.get("CXX")
     if not any(shutil.which(name) for name in ([wanted] if wanted else ["g++", "clang++", "c++", "cl"])):
-        return f"there is no {wanted or 'g++ or clang++'} here (Debian: apt install g++)"
+        return f"a C++ compiler, and there is no {wanted or 'g++ or clang++'} here (Debian: apt install g++)"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        return "Python's headers are missing (Debian: apt install python3-dev)"
+        return "Python's headers, which are missing (Debian: apt install python3-dev)"
     return None
+
+
+#: :func:`find_missing`, looked up once: regions ask at every call.
+compiler_missing = functools.lru_cache(maxsize=8)(find_missing)
 
 
 class Compiled:
