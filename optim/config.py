@@ -45,6 +45,13 @@ APPLIED = frozenset(
         "accumulation.global_batch",
         "accumulation.micro_batch",
         "accumulation.steps",
+        "activations.dtype",
+        "activations.pool",
+        "checkpointing.budget_bytes",
+        "checkpointing.every",
+        "checkpointing.mode",
+        "checkpointing.modules",
+        "checkpointing.operators",
         "communication.algorithm",
         "communication.bucket_mib",
         "communication.compression",
@@ -66,10 +73,16 @@ APPLIED = frozenset(
         "data.prefetch",
         "data.shape_buckets",
         "data.workers",
+        "offload.activations",
         "offload.device_bytes",
+        "offload.path",
         "parallel.data",
         "parallel.shard",
         "precision.dtype",
+        "precision.float8",
+        "precision.loss_scale",
+        "precision.master_weights",
+        "precision.tf32",
         "zero.prefetch",
         "zero.quantized_weights",
         "zero.reshard_after_forward",
@@ -213,6 +226,7 @@ class Checkpointing(_Section):
     mode: str = _key("none", choices=("none", "full", "selective", "budget"), auto=True)
     every: int = _key(1, int, least=1)
     modules: tuple[str, ...] = _key((), tuple)
+    operators: tuple[str, ...] = _key((), tuple)
     budget_bytes: int | None = _key(None, int, least=0)
 
 

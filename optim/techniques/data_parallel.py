@@ -2,7 +2,8 @@
 
 Gradients travel in buckets (Li et al., VLDB 2020): a bucket leaves when all its gradients are there, while
 backward goes on. Few large buckets pay few latencies, but the last one leaves at the very end and is fully
-exposed; many small ones hide more and pay more latencies.
+exposed; many small ones hide more and pay more latencies. ``bucket_mib = "auto"`` begins with the √ rule below and
+decides after five steps from the times at which gradients were really ready.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.techniques.compilation import LEAST_BUCKET_MIB
+from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
-from trine.record.hardware import Peaks, calibrated, processor_name
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
 
 __all__ = [
     "KEYS",
@@ -28,6 +29,7 @@ __all__ = [
     "best_bucket_bytes",
     "check",
     "refusal",
+    "tolerance",
 ]
 
 KEYS = (
@@ -35,13 +37,18 @@ KEYS = (
     "communication.first_bucket_mib",
     "communication.gradient_as_view",
     "communication.static_graph",
+    "communication.overlap",
     "parallel.data",
 )
 ORDER = 40
 QUANTITY = "exposed communication"
 NUMERICS = "unchanged but for the order of summation: losses within 1e-6 relative in fp32"
 
+_OPTIONS = KEYS[:5]
+_BUCKET, _FIRST, _AS_VIEW, _STATIC, _OVERLAP = _OPTIONS
 _MIB = 2**20
+#: PyTorch's default, which follows a first bucket of another size.
+_DEFAULT_MIB = 25.0
 
 
 def refusal(config: Config) -> str | None:
@@ -49,9 +56,14 @@ def refusal(config: Config) -> str | None:
     return None
 
 
+def tolerance(config: Config) -> Tolerance | None:
+    """Buckets change the order of summation within the all-reduce."""
+    return Tolerance(1e-6, 1e-5) if any(config[key] is not None for key in _OPTIONS) else None
+
+
 def check(config: Config, facts: Facts) -> None:
     """Raise ``UsageError`` where there is nothing to communicate, or the replicas do not fit the ranks."""
-    wanted = [key for key in KEYS[:4] if config[key] is not None]
+    wanted = [key for key in _OPTIONS if config[key] is not None]
     if wanted and facts.ranks == 1:
         raise UsageError(
             f"{wanted[0]} is about several ranks, and this process is alone: start it with torchrun "
@@ -65,9 +77,18 @@ def check(config: Config, facts: Facts) -> None:
         )
     if config.communication.static_graph and config.accumulation.steps not in (1,):
         raise UsageError(
-            "communication.static_graph and accumulation.steps cannot be combined: a static graph wants "
+            f"{_STATIC} and accumulation.steps cannot be combined: a static graph wants "
             "gradients synchronised in its first backward, which accumulation leaves out. Drop one of them"
         )
+    if config.communication.overlap is False:
+        for key in (_BUCKET, _FIRST):
+            if config[key] is not None:
+                raise UsageError(
+                    f"{_OVERLAP} = false sends all gradients in one bucket after backward, and {key} cuts them: "
+                    "drop one of them"
+                )
+    if wanted or config.communication.nccl:
+        _check_wrapper(wanted[0] if wanted else "communication.nccl", facts)
 
 
 def apply(assembly: Assembly) -> None:
@@ -77,25 +98,28 @@ def apply(assembly: Assembly) -> None:
         return
     from torch.nn.parallel import DistributedDataParallel
 
-    keys, bucket_note = _options(assembly)
+    from trine.optim.runtime.replicas import DdpTimes, wrap, wrap_anew
+
+    automatic = _Automatic(assembly) if assembly.config.communication.bucket_mib == "auto" else None
+    options = _options(assembly, automatic)
     given = assembly.model
     if isinstance(given, DistributedDataParallel):
-        if keys:
-            assembly.model = _wrap_anew(given, keys)
+        if options:
+            assembly.model = wrap_anew(given, options)
     else:
-        device_ids = None if facts.device_type == "cpu" else [facts.device]
-        assembly.model = DistributedDataParallel(given, device_ids=device_ids, **keys)
+        assembly.model = wrap(given, facts.device, options)
         assembly.effects.append(
             Effect("parallel.data", "one process each", f"{facts.ranks} replicas", f"DDP on {facts.backend}")
         )
-    wrapped = assembly.model
-    assembly.synchronise = lambda wanted: setattr(wrapped, "require_backward_grad_sync", wanted)
-    for key in KEYS[:4]:
-        value = assembly.config[key]
-        if value is not None:
-            note = bucket_note if key == "communication.bucket_mib" else ""
-            shown = f"{keys['bucket_cap_mb']:.3g}" if value == "auto" and "bucket_cap_mb" in keys else value
-            assembly.effects.append(Effect(key, "PyTorch's default", str(shown), note))
+    # Looked up at each call: the model may be wrapped anew later.
+    assembly.synchronise = lambda wanted: setattr(assembly.model, "require_backward_grad_sync", wanted)
+    _tell(assembly, options, automatic)
+    if automatic is not None:
+        automatic.start()
+    times = DdpTimes(lambda: assembly.model)
+    assembly.metrics["communication/exposed_ns"] = times.exposed_ns
+    assembly.metrics["communication/overlap"] = times.overlap
+    assembly.after_step.append(times.after_step)
 
 
 def best_bucket_bytes(gradient_bytes: int, alpha_s: float, bytes_per_s: float) -> int:
@@ -110,65 +134,103 @@ def best_bucket_bytes(gradient_bytes: int, alpha_s: float, bytes_per_s: float) -
     return max(min(gradient_bytes, 64 * 2**10), math.ceil(gradient_bytes / buckets))
 
 
-def _options(assembly: Assembly) -> tuple[dict[str, Any], str]:
-    """Arguments of DistributedDataParallel, and how an ``auto`` bucket was decided."""
-    communication = assembly.config.communication
-    keys: dict[str, Any] = {}
-    note = ""
-    bucket = communication.bucket_mib
-    if bucket == "auto":
-        bucket, note = _automatic_bucket_mib(assembly)
-    if communication.first_bucket_mib is not None:
-        # One cap a bucket, the last for all that follow; 25 MiB is PyTorch's default.
-        keys["bucket_cap_mb_list"] = [communication.first_bucket_mib, bucket or 25.0]
-    if bucket is not None:
-        keys["bucket_cap_mb"] = bucket
-    if communication.gradient_as_view is not None:
-        keys["gradient_as_bucket_view"] = communication.gradient_as_view
-    if communication.static_graph is not None:
-        keys["static_graph"] = communication.static_graph
-    return keys, note
+# --- parts -------------------------------------------------------------------------------------
 
 
-def _automatic_bucket_mib(assembly: Assembly) -> tuple[float | None, str]:
-    import torch
+def _check_wrapper(key: str, facts: Facts) -> None:
+    """A wrapper that the program made is replaced by one with other options: nothing of it may get lost."""
+    if facts.ranks == 1:
+        return
+    from trine.optim.runtime.replicas import cannot_be_wrapped_anew
 
-    facts = assembly.facts
-    name = torch.cuda.get_device_name(facts.device) if facts.device_type == "cuda" else processor_name()
-    measured: Peaks | None = calibrated(name)
-    collective = measured.collective if measured else {}
-    if not collective or collective.get("backend") != facts.backend:
-        return None, (
-            "PyTorch's default: the all-reduce of this machine is not measured yet; run trine hardware --calibrate"
-        )
-    alpha, beta = float(collective["alpha_s"]), float(collective["bytes_per_s"])
-    gradients = sum(p.numel() * p.element_size() for p in assembly.model.parameters() if p.requires_grad)
-    size = best_bucket_bytes(gradients, alpha, beta)
-    if assembly.config.compute.compile == "model":
-        size = max(size, int(LEAST_BUCKET_MIB * _MIB))
-    return size / _MIB, f"√ rule from α {alpha * 1e6:.0f} µs and β {beta / 1e9:.2f} GB/s"
-
-
-def _wrap_anew(given: torch.nn.parallel.DistributedDataParallel, keys: dict[str, Any]) -> torch.nn.Module:
-    """A new wrapper round the same module. The old one must never train again: it no longer averages."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    kept = {
-        "device_ids": given.device_ids,
-        "output_device": given.output_device if given.device_ids else None,
-        "process_group": given.process_group,
-        "find_unused_parameters": given.find_unused_parameters,
-        "gradient_as_bucket_view": given.gradient_as_bucket_view,
-        "static_graph": given.static_graph,
-    }
-    given.reducer._remove_autograd_hooks()
-    wrapped = DistributedDataParallel(given.module, **{**kept, **keys})
-
-    def refuse(*arguments: Any, **named: Any) -> Any:
+    lost = cannot_be_wrapped_anew(facts.model)
+    if lost:
         raise UsageError(
-            "this DistributedDataParallel was replaced by trine.optimize and no longer averages gradients: "
-            "call engine(batch), or engine.model"
+            f"{key} makes DistributedDataParallel anew, and this one has {lost}, or take the key out"
         )
 
-    given.forward = refuse  # type: ignore[method-assign]
-    return wrapped
+
+def _options(assembly: Assembly, automatic: _Automatic | None) -> dict[str, Any]:
+    """Arguments of DistributedDataParallel."""
+    communication = assembly.config.communication
+    options: dict[str, Any] = {}
+    bucket: Any = automatic.first_mib if automatic is not None else communication.bucket_mib
+    if communication.overlap is False:
+        bucket = _gradient_bytes(assembly) / _MIB + 1.0  # never full before backward ends
+    if communication.first_bucket_mib is not None:
+        # One cap a bucket, the last for all that follow.
+        options["bucket_cap_mb_list"] = [communication.first_bucket_mib, bucket or _DEFAULT_MIB]
+    if bucket is not None:
+        options["bucket_cap_mb"] = bucket
+    if communication.gradient_as_view is not None:
+        options["gradient_as_bucket_view"] = communication.gradient_as_view
+    if communication.static_graph is not None:
+        options["static_graph"] = communication.static_graph
+    if assembly.process_group is not None:
+        options["process_group"] = assembly.process_group
+    return options
+
+
+def _tell(assembly: Assembly, options: dict[str, Any], automatic: _Automatic | None) -> None:
+    for key in _OPTIONS:
+        value = assembly.config[key]
+        if value is None or (key == _OVERLAP and value is True):  # DDP overlaps by itself
+            continue
+        if key == _BUCKET and automatic is not None:
+            effect = Effect(key, "PyTorch's default", f"{options['bucket_cap_mb']:.3g}", automatic.note)
+        elif key == _OVERLAP:
+            effect = Effect(key, "while backward goes on", "after backward, in one bucket")
+        else:
+            effect = Effect(key, "PyTorch's default", str(value))
+        assembly.effects.append(effect)
+
+
+def _gradient_bytes(assembly: Assembly) -> int:
+    return sum(p.numel() * p.element_size() for p in assembly.model.parameters() if p.requires_grad)
+
+
+class _Automatic:
+    """The first guess by the √ rule, and what will decide later."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        from trine.optim.runtime.links import link_of
+
+        self._assembly = assembly
+        link = link_of("all_reduce", assembly.facts.device, assembly.process_group)
+        # Ring, tree and two-level know what they cost.
+        predicted = getattr(getattr(assembly.reduction, "sum_over", None), "seconds", lambda size: None)
+        known = predicted(_MIB) is not None
+        self._seconds: Callable[[float], float] = predicted if known else link.seconds
+        self._told = (
+            f"communication.algorithm = {assembly.reduction.name} as predicted" if known else str(link)
+        )  # type: ignore[union-attr]
+        if assembly.config.communication.compression != "none":
+            self._told += ", as if not compressed"
+        size = best_bucket_bytes(_gradient_bytes(assembly), link.alpha_s, link.bytes_per_s)
+        #: PyTorch cut the compiled graph at these buckets: they stay.
+        self._is_final = assembly.config.compute.compile == "model"
+        if self._is_final:
+            size = max(size, int(LEAST_BUCKET_MIB * _MIB))
+        self._first_bytes = size
+        self.first_mib = size / _MIB
+        later = "" if self._is_final else "; decided after the first steps"
+        self.note = f"√ rule from {link}{later}"
+
+    def start(self) -> None:
+        """Measure when gradients are ready, and decide."""
+        assembly = self._assembly
+        first = assembly.config.communication.first_bucket_mib
+        assembly.metrics["communication/bucket_bytes"] = lambda: float(self._first_bytes)
+        if self._is_final:
+            return
+        from trine.optim.runtime.bucket_tuning import BucketTuning
+
+        tuning = BucketTuning(
+            assembly,
+            self._first_bytes,
+            self._seconds,
+            self._told,
+            first_cap_bytes=None if first is None else int(first * _MIB),
+        )
+        assembly.metrics["communication/bucket_bytes"] = lambda: float(tuning.cap_bytes)
+        assembly.after_step.append(tuning.after_step)

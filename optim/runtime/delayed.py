@@ -1,0 +1,193 @@
+"""A one-step-late update: gradients are averaged while the next step computes, and applied at its end.
+
+With θ_t the parameters of step t and g_t its gradients, the plain run has θ_{t+1} = θ_t - η·U(g_t). Here the averaging
+of g_t begins at the end of step t and is awaited at the end of step t+1, so a whole forward and backward hides it:
+
+    θ_{t+1} = θ_t - η·U(ḡ_{t-1}),    ḡ_{t-1} taken at θ_{t-1}
+
+The gradient is one step old when it is applied: pipelined SGD with a delay of one (Li et al., "Pipe-SGD", NeurIPS 2018;
+stale gradients of bounded age converge, Ho et al., NeurIPS 2013). The first step applies nothing, and what is left at
+the end is applied by a flush.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from trine.optim.runtime.exchange.thread import default_timeout
+from trine.optim.techniques._assembly import Effect
+from trine.record.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trine.optim.techniques._assembly import Assembly
+
+__all__ = ["DelayedGradients", "install"]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One step's gradients on their way."""
+
+    flats: list[torch.Tensor]  # one a dtype
+    counts: torch.Tensor  # (1 + parameters,): the weight, then whether each has a gradient; float64
+    missing: list[int]  # parameters without a gradient on this rank
+    works: list[Any]
+
+
+class DelayedGradients:
+    """Sums gradients over ranks in flat tensors, on a process group of its own, in the background.
+
+    Two sets of flat tensors alternate: one travels while the other is filled.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], ranks: int, device: torch.device) -> None:
+        """Every rank must make it at the same point, since it makes a process group."""
+        self._parameters = parameters
+        self._ranks = ranks
+        self._device = device
+        self._group = distributed.new_group(
+            timeout=default_timeout(device), group_desc="trine delayed gradients"
+        )
+        self._by_dtype: dict[torch.dtype, list[int]] = {}
+        for place, parameter in enumerate(parameters):
+            self._by_dtype.setdefault(parameter.dtype, []).append(place)
+        self._spare: list[torch.Tensor] | None = None
+        self._flight: _Flight | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients are on their way, or were loaded from a checkpoint."""
+        return self._flight is not None
+
+    def exchange(self, weight: Any) -> Any | None:
+        """Send this step's summed gradients off, wait for the step before's and put them in place.
+
+        Returns the mean over ranks of their weights, the gradients being means over ranks too; ``None`` at first.
+        """
+        arrived, self._flight = self._flight, self._sent(weight)
+        return None if arrived is None else self._put(arrived)
+
+    def flush(self) -> Any | None:
+        """Put the last step's in place; ``None`` where nothing is on its way."""
+        arrived, self._flight = self._flight, None
+        return None if arrived is None else self._put(arrived)
+
+    def forget(self) -> None:
+        """Drop what is on its way, once it has arrived."""
+        if self._flight is not None:
+            self._arrive(self._flight)
+            self._flight = None
+
+    # --- checkpoints ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums that are still to be applied, so that a resumed run goes on bitwise."""
+        if self._flight is None:
+            return {}
+        self._arrive(self._flight)
+        return {
+            "flats": [flat.clone() for flat in self._flight.flats],
+            "counts": self._flight.counts.clone(),
+            "missing": list(self._flight.missing),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back. Raises ``UsageError`` where they belong to other parameters."""
+        self.forget()
+        if not state:
+            return
+        sizes = [flat.numel() for flat in self._flats()]
+        if [flat.numel() for flat in state["flats"]] != sizes:
+            raise UsageError(
+                "the checkpoint holds a delayed update of another model: load it into the model that was saved"
+            )
+        flats = [flat.to(self._device).clone() for flat in state["flats"]]
+        self._flight = _Flight(flats, state["counts"].to(self._device), list(state["missing"]), [])
+
+    # --- one flight ----------------------------------------------------------------------------
+
+    def _sent(self, weight: Any) -> _Flight:
+        flats = self._spare if self._spare is not None else self._flats()
+        self._spare = None
+        missing = [place for place, p in enumerate(self._parameters) if p.grad is None]
+        for flat, places in zip(flats, self._by_dtype.values(), strict=True):
+            parts = flat.split([self._parameters[place].numel() for place in places])
+            held = [(part, self._parameters[place].grad) for part, place in zip(parts, places, strict=True)]
+            filled = [(part.view_as(gradient), gradient) for part, gradient in held if gradient is not None]
+            if filled:
+                torch._foreach_copy_([part for part, _ in filled], [gradient for _, gradient in filled])
+            for part, gradient in held:
+                if gradient is None:
+                    part.zero_()
+        counts = torch.ones(1 + len(self._parameters), dtype=torch.float64, device=self._device)
+        counts[0] = weight
+        if missing:
+            counts[[1 + place for place in missing]] = 0.0
+        # Divided before it is summed, as DDP does: the sum of many ranks could overflow.
+        for flat in flats:
+            flat.div_(self._ranks)
+        works = [
+            distributed.all_reduce(tensor, group=self._group, async_op=True) for tensor in (*flats, counts)
+        ]
+        return _Flight(flats, counts, missing, works)
+
+    def _put(self, flight: _Flight) -> Any:
+        self._arrive(flight)
+        absent: set[int] = set()
+        if flight.missing:  # a parameter that no rank used has no gradient, and the optimizer leaves it alone
+            used = flight.counts[1:].tolist()
+            absent = {place for place in flight.missing if not used[place]}
+        for flat, places in zip(flight.flats, self._by_dtype.values(), strict=True):
+            parts = flat.split([self._parameters[place].numel() for place in places])
+            for part, place in zip(parts, places, strict=True):
+                parameter = self._parameters[place]
+                parameter.grad = None if place in absent else part.view_as(parameter)
+        self._spare = flight.flats  # filled again at the next step, when these gradients are gone
+        weight = flight.counts[0] / self._ranks
+        return float(weight) if self._device.type == "cpu" else weight
+
+    def _arrive(self, flight: _Flight) -> None:
+        for work in flight.works:
+            work.wait()
+        flight.works.clear()
+
+    def _flats(self) -> list[torch.Tensor]:
+        return [
+            torch.zeros(
+                sum(self._parameters[place].numel() for place in places), dtype=dtype, device=self._device
+            )
+            for dtype, places in self._by_dtype.items()
+        ]
+
+
+def install(assembly: Assembly) -> None:
+    """Take averaging away from DDP once every technique has been applied, and give it to a :class:`DelayedGradients`."""
+    assembly.finish.append(_install)
+    assembly.effects.append(
+        Effect("accumulation.delayed", "at once", "one step late", "averaged behind the next step")
+    )
+
+
+def _install(assembly: Assembly) -> None:
+    held = [p for group in assembly.optimizer.param_groups for p in group["params"] if p.requires_grad]
+    delayed = DelayedGradients(held, assembly.facts.ranks, assembly.facts.device)
+    wrapped: DistributedDataParallel = assembly.model  # type: ignore[assignment]
+    begins = True
+
+    def synchronise(last: bool) -> None:
+        """DDP never averages. Its broadcast of buffers (batch norm's) stays: in the first forward of each step."""
+        nonlocal begins
+        wrapped.require_backward_grad_sync = False
+        wrapped.require_forward_param_sync = begins
+        begins = last
+
+    assembly.synchronise = synchronise
+    assembly.deferred = delayed
+    assembly.state["accumulation.delayed"] = delayed
