@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from tempfile import gettempdir
 from typing import Any
 
 __all__ = ["CASES", "Case"]
@@ -26,6 +27,8 @@ class Case:
     by_last: bool = False
     #: Changes of the sample's GPTConfig (dropout, attention, …).
     model: Mapping[str, Any] = field(default_factory=dict)
+    #: "windows" of text, all of one length; or "documents" of different ones, padded.
+    data: str = "windows"
     #: Environment of the ranks, such as TRINE_RANKS_PER_NODE.
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Too long for the tests that people run by default.
@@ -44,6 +47,58 @@ _PRECISION = (
         tolerance=6e-4,
     ),
     Case(
+        "bf16 master weights",
+        {"precision.dtype": "bf16", "precision.master_weights": True},
+        dtype="float32",
+        tolerance=2e-3,
+    ),
+    Case(
+        "bf16 master weights on 2",
+        {"precision.dtype": "bf16", "precision.master_weights": True},
+        ranks=2,
+        dtype="float32",
+        tolerance=2e-3,
+    ),
+    Case(
+        "fp16 master weights",
+        {"precision.dtype": "fp16", "precision.master_weights": True},
+        dtype="float32",
+        tolerance=6e-4,
+    ),
+    Case(
+        "bf16 master weights + accumulation 4",
+        {"precision.dtype": "bf16", "precision.master_weights": True, "accumulation.steps": 4},
+        dtype="float32",
+        tolerance=2e-3,
+    ),
+    Case(
+        "bf16 master weights + accumulation 4 on 2",
+        {"precision.dtype": "bf16", "precision.master_weights": True, "accumulation.steps": 4},
+        ranks=2,
+        dtype="float32",
+        tolerance=2e-3,
+    ),
+    *(
+        Case(
+            f"bf16 master weights + zero {stage} on 2",
+            {"precision.dtype": "bf16", "precision.master_weights": True, "zero.stage": stage},
+            ranks=2,
+            dtype="float32",
+            tolerance=2e-3,
+        )
+        for stage in (1, 3)
+    ),
+    *(
+        Case(
+            f"fp16 + zero {stage} on 2",
+            {"precision.dtype": "fp16", "zero.stage": stage},
+            ranks=2,
+            dtype="float32",
+            tolerance=6e-4,
+        )
+        for stage in (1, 3)
+    ),
+    Case(
         "fp16 + accumulation 2 on 2",
         {"precision.dtype": "fp16", "accumulation.steps": 2},
         ranks=2,
@@ -56,15 +111,122 @@ _FUSED = (
     Case("fused optimizer", {"compute.fuse": ["optimizer"]}),
     Case("sdpa", {"compute.attention": "sdpa"}, dtype="float32", tolerance=1e-5),
 )
-_SEQUENCES: tuple[Case, ...] = ()
+_SEQUENCES = (
+    Case("documents, padded", {}, data="documents", optimizer="sgd"),
+    Case("documents, padded on 2", {}, ranks=2, data="documents", optimizer="sgd"),
+    Case("packing", {"data.packing": True}, data="documents"),
+    Case("packing in fp32", {"data.packing": True}, data="documents", dtype="float32", tolerance=1e-5),
+    Case("packing, rows of 64", {"data.packing": True, "data.packed_length": 64}, data="documents"),
+    Case("packing on 2", {"data.packing": True}, ranks=2, data="documents", optimizer="sgd"),
+    Case("packing on 4", {"data.packing": True}, ranks=4, data="documents", optimizer="sgd", slow=True),
+    Case("packing + sdpa", {"data.packing": True, "compute.attention": "sdpa"}, data="documents"),
+    Case(
+        "packing + flash on 2",
+        {"data.packing": True, "compute.attention": "flash"},
+        ranks=2,
+        data="documents",
+        optimizer="sgd",
+    ),
+    Case(
+        "packing + accumulation 2 on 2",
+        {"data.packing": True, "accumulation.steps": 2},
+        ranks=2,
+        data="documents",
+        optimizer="sgd",
+    ),
+    Case(
+        "packing + accumulation 3",  # cuts documents, since there are fewer rows
+        {"data.packing": True, "data.packed_length": 128, "accumulation.steps": 3},
+        data="documents",
+    ),
+    Case(
+        "packing + bf16 autocast + sdpa",
+        {"data.packing": True, "precision.dtype": "bf16", "compute.attention": "sdpa"},
+        data="documents",
+        dtype="float32",
+        tolerance=2e-3,
+    ),
+    Case("shape buckets", {"data.shape_buckets": [16, 32]}, data="documents"),
+    Case("shape buckets on 2", {"data.shape_buckets": [8, 32]}, ranks=2, data="documents", optimizer="sgd"),
+)
 _ACCUMULATION = (
     Case("accumulation 2", {"accumulation.steps": 2}, optimizer="sgd"),
     Case("accumulation 2 on 2", {"accumulation.steps": 2}, ranks=2, optimizer="sgd"),
+    Case("micro-batch 3 of 8", {"accumulation.micro_batch": 3}, optimizer="sgd"),
+    Case("micro-batch 3 of 4 on 2", {"accumulation.micro_batch": 3}, ranks=2, optimizer="sgd"),
+    Case(
+        "global batch in micro-batches on 2",
+        {"accumulation.global_batch": 8, "accumulation.micro_batch": 2},
+        ranks=2,
+        optimizer="sgd",
+    ),
+    Case("automatic micro-batch", {"accumulation.steps": "auto"}, optimizer="sgd"),
+    Case(
+        "automatic micro-batch in little memory",
+        {"accumulation.micro_batch": "auto", "offload.device_bytes": 3_000_000},
+        optimizer="sgd",
+    ),
+    Case(
+        "automatic micro-batch in little memory on 2",
+        {"accumulation.micro_batch": "auto", "offload.device_bytes": 2_200_000},
+        ranks=2,
+    ),
+    Case(
+        "accumulation 2 + bf16 + fused optimizer",
+        {"accumulation.steps": 2, "precision.dtype": "bf16", "compute.fuse": ["optimizer"]},
+        dtype="float32",
+        tolerance=2e-3,
+    ),
+    Case(
+        "micro-batch 1 + small buckets + gradient as view on 2",
+        {
+            "accumulation.micro_batch": 1,
+            "communication.bucket_mib": 0.05,
+            "communication.gradient_as_view": True,
+        },
+        ranks=2,
+        optimizer="sgd",
+    ),
+    Case(
+        "accumulation 2 + ZeRO 1 on 2",
+        {"accumulation.steps": 2, "zero.stage": 1},
+        ranks=2,
+    ),
+    Case(
+        "micro-batch 2 + ZeRO 2 on 2",
+        {"accumulation.micro_batch": 2, "zero.stage": 2},
+        ranks=2,
+    ),
+    Case(
+        "automatic micro-batch + ZeRO 3 on 2",
+        {"accumulation.micro_batch": "auto", "offload.device_bytes": 2_200_000, "zero.stage": 3},
+        ranks=2,
+    ),
+    Case(
+        "micro-batch 1 + full checkpointing on 2",
+        {"accumulation.micro_batch": 1, "checkpointing.mode": "full"},
+        ranks=2,
+    ),
 )
 _DATA_PARALLEL = (
     Case("nothing changed on 2", {}, ranks=2, optimizer="sgd"),
     Case("small buckets on 2", {"communication.bucket_mib": 0.05}, ranks=2),
     Case("gradient as view on 2", {"communication.gradient_as_view": True}, ranks=2),
+    Case("static graph on 2", {"communication.static_graph": True}, ranks=2, optimizer="sgd"),
+    Case("first bucket on 2", {"communication.first_bucket_mib": 0.005}, ranks=2, optimizer="sgd"),
+    Case("bucket auto on 2", {"communication.bucket_mib": "auto"}, ranks=2, optimizer="sgd"),
+    Case(
+        "bucket auto + gradient as view on 4",
+        {"communication.bucket_mib": "auto", "communication.gradient_as_view": True},
+        ranks=4,
+    ),
+    Case(
+        "bucket auto + accumulation on 2",
+        {"communication.bucket_mib": "auto", "accumulation.steps": 2},
+        ranks=2,
+        optimizer="sgd",
+    ),
+    Case("no overlap on 2", {"communication.overlap": False}, ranks=2, optimizer="sgd"),
 )
 _COMPRESSION: tuple[Case, ...] = ()
 _NODES_OF_TWO = {"TRINE_RANKS_PER_NODE": "2"}
@@ -94,6 +256,19 @@ _TOPOLOGY = (
         optimizer="sgd",
         environment=_NODES_OF_TWO,
         slow=True,
+    ),
+    Case(
+        "ring + bucket auto on 4",
+        {"communication.algorithm": "ring", "communication.bucket_mib": "auto"},
+        ranks=4,
+        optimizer="sgd",
+    ),
+    Case(
+        "tree + bf16 compression on 4",
+        {"communication.algorithm": "tree", "communication.compression": "bf16"},
+        ranks=4,
+        dtype="float32",
+        tolerance=2e-3,
     ),
     Case(
         "ring + small buckets + accumulation on 4",
@@ -180,8 +355,136 @@ _ZERO = (
         for stage in (1, 3)
     ),
 )
-_CHECKPOINTING: tuple[Case, ...] = ()
-_ACTIVATIONS: tuple[Case, ...] = ()
+#: One rank repeats the plain run's dropout; two ranks draw their own, so they go without.
+_DROPOUT = {"dropout": 0.1, "layers": 4}
+_CHECKPOINTING = (
+    Case("checkpointing full", {"checkpointing.mode": "full"}, tolerance=0.0, model=_DROPOUT),
+    Case(
+        "checkpointing every second block",
+        {"checkpointing.mode": "full", "checkpointing.every": 2},
+        tolerance=0.0,
+        model=_DROPOUT,
+    ),
+    Case(
+        "checkpointing of modules",
+        {"checkpointing.mode": "full", "checkpointing.modules": ["blocks.*.attention"]},
+        tolerance=0.0,
+        model=_DROPOUT,
+    ),
+    Case("checkpointing selective", {"checkpointing.mode": "selective"}, tolerance=0.0, model=_DROPOUT),
+    Case(
+        "checkpointing to a budget",
+        {"checkpointing.mode": "budget", "checkpointing.budget_bytes": 2_400_000},
+        tolerance=0.0,
+        model=_DROPOUT,
+    ),
+    Case("checkpointing auto", {"checkpointing.mode": "auto"}, tolerance=0.0, model=_DROPOUT),
+    Case("checkpointing full on 2", {"checkpointing.mode": "full"}, ranks=2, optimizer="sgd"),
+    Case("checkpointing selective on 2", {"checkpointing.mode": "selective"}, ranks=2, optimizer="sgd"),
+)
+_ACTIVATIONS = (
+    Case("activations bf16", {"activations.dtype": "bf16"}, dtype="float32", tolerance=2e-3),
+    Case("activations fp16", {"activations.dtype": "fp16"}, dtype="float32", tolerance=1e-3),
+    Case("activations fp8", {"activations.dtype": "fp8"}, dtype="float32", tolerance=1e-2),
+    Case("activations bf16 on 2", {"activations.dtype": "bf16"}, ranks=2, dtype="float32", tolerance=2e-3),
+    Case("activations on the cpu", {"offload.activations": "cpu"}, tolerance=0.0, model=_DROPOUT),
+    Case(
+        "activations on disk",
+        {"offload.activations": "nvme", "offload.path": gettempdir()},
+        tolerance=0.0,
+        model=_DROPOUT,
+    ),
+    Case("activations on the cpu on 2", {"offload.activations": "cpu"}, ranks=2, optimizer="sgd"),
+)
+_MEMORY_TOGETHER = (
+    Case(
+        "checkpointing full + activations on disk",
+        {"checkpointing.mode": "full", "offload.activations": "nvme", "offload.path": gettempdir()},
+        tolerance=0.0,
+        model=_DROPOUT,
+    ),
+    Case(
+        "checkpointing every second block + activations bf16 on the cpu",
+        {
+            "checkpointing.mode": "full",
+            "checkpointing.every": 2,
+            "activations.dtype": "bf16",
+            "offload.activations": "cpu",
+        },
+        dtype="float32",
+        tolerance=2e-3,
+        model=_DROPOUT,
+    ),
+    Case(
+        "checkpointing full + accumulation 2 on 2",
+        {"checkpointing.mode": "full", "accumulation.steps": 2},
+        ranks=2,
+        optimizer="sgd",
+    ),
+    Case(
+        "checkpointing full + static graph on 2",
+        {"checkpointing.mode": "full", "communication.static_graph": True},
+        ranks=2,
+        optimizer="sgd",
+    ),
+    Case(
+        "checkpointing full + activations on the cpu + zero 3 on 2",
+        {"checkpointing.mode": "full", "offload.activations": "cpu", "zero.stage": 3},
+        ranks=2,
+    ),
+    Case(
+        "checkpointing selective + zero 3 on 2",
+        {"checkpointing.mode": "selective", "zero.stage": 3},
+        ranks=2,
+    ),
+    Case(
+        "activations bf16 + zero 3 on 2",
+        {"activations.dtype": "bf16", "zero.stage": 3},
+        ranks=2,
+        dtype="float32",
+        tolerance=2e-3,
+    ),
+    Case(
+        "bf16 autocast + checkpointing full",
+        {"precision.dtype": "bf16", "checkpointing.mode": "full"},
+        dtype="float32",
+        tolerance=2e-3,
+        model=_DROPOUT,
+    ),
+    Case(
+        "compile blocks + checkpointing full",
+        {"compute.compile": "blocks", "checkpointing.mode": "full"},
+        dtype="float32",
+        tolerance=1e-5,
+        slow=True,
+    ),
+    Case(
+        "compile blocks + checkpointing selective",
+        {"compute.compile": "blocks", "checkpointing.mode": "selective"},
+        dtype="float32",
+        tolerance=1e-5,
+        slow=True,
+    ),
+    Case(
+        "compile blocks + checkpointing to a budget",
+        {
+            "compute.compile": "blocks",
+            "checkpointing.mode": "budget",
+            "checkpointing.budget_bytes": 1_500_000,
+        },
+        dtype="float32",
+        tolerance=1e-5,
+        model={"layers": 4},
+        slow=True,
+    ),
+    Case(
+        "compile blocks + activations on the cpu",
+        {"compute.compile": "blocks", "offload.activations": "cpu"},
+        dtype="float32",
+        tolerance=1e-5,
+        slow=True,
+    ),
+)
 _COMBINATIONS: tuple[Case, ...] = ()
 
 CASES: tuple[Case, ...] = (
@@ -195,5 +498,6 @@ CASES: tuple[Case, ...] = (
     *_ZERO,
     *_CHECKPOINTING,
     *_ACTIVATIONS,
+    *_MEMORY_TOGETHER,
     *_COMBINATIONS,
 )

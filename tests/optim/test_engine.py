@@ -267,8 +267,6 @@ def test_workers_would_repeat_an_iterable_dataset() -> None:
 # --- refusals ----------------------------------------------------------------------------------
 
 REFUSED = [
-    ({"precision.float8": True}, "precision.float8"),
-    ({"precision.tf32": True}, "precision.tf32"),
     ({"compute.attention": "flex"}, "compute.attention"),
     ({"accumulation.steps": "auto"}, "accumulation.steps"),
     ({"accumulation.delayed": True}, "accumulation.delayed"),
@@ -307,6 +305,8 @@ def test_every_key_is_either_a_techniques_or_refused() -> None:
         ({"communication.bucket_mib": 5.0}, "communication.bucket_mib is about several ranks"),
         ({"data.pin_memory": True}, "data.pin_memory"),
         ({"parallel.data": 4}, "parallel.data = 4"),
+        ({"precision.tf32": True}, "precision.tf32 is for NVIDIA"),
+        ({"precision.float8": True}, "precision.float8 needs a device"),
     ],
 )
 def test_what_this_machine_cannot_do(changes: dict[str, Any], words: str) -> None:

@@ -1,0 +1,127 @@
+"""DistributedDataParallel made, and made anew round the same module with other options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from trine.record.errors import UsageError
+
+__all__ = ["DdpTimes", "cannot_be_wrapped_anew", "wrap", "wrap_anew"]
+
+_MIB = 2**20
+#: DDP times its first ten backwards, then one in a hundred.
+_SAMPLED_FIRST = 10
+_SAMPLED_EVERY = 10
+
+
+def wrap(model: torch.nn.Module, device: torch.device, options: Mapping[str, Any]) -> DistributedDataParallel:
+    """Replicas that average their gradients. Collective: parameters and buffers become those of rank 0."""
+    return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device], **options)
+
+
+def cannot_be_wrapped_anew(given: torch.nn.Module) -> str | None:
+    """What a new wrapper would silently lose of one that the program made."""
+    if not isinstance(given, DistributedDataParallel):
+        return None
+    if given.mixed_precision is not None:
+        return "mixed_precision, which belongs to this wrapper: use precision.dtype instead"
+    if given._delay_all_reduce_params:
+        return "delay_all_reduce_named_params, whose hooks belong to this wrapper"
+    hook = str(given._get_ddp_logging_data().get("comm_hook", ""))
+    if not given._comm_hooks and hook.startswith("BuiltinCommHookType"):
+        return f"the built-in communication hook {hook.rpartition('.')[2]}: use communication.compression instead"
+    return None
+
+
+def wrap_anew(
+    given: DistributedDataParallel,
+    options: Mapping[str, Any],
+    successor: Callable[[], torch.nn.Module] | None = None,
+) -> DistributedDataParallel:
+    """A new wrapper round the same module, with the old one's options where ``options`` says nothing of them.
+
+    The old wrapper no longer averages gradients: called, it goes to ``successor()``, or says what to call instead. Its
+    communication hooks go over. Parameters and buffers stay as they are on each rank. Collective.
+    """
+    kept: dict[str, Any] = {
+        "device_ids": given.device_ids,
+        "output_device": given.output_device if given.device_ids else None,
+        "dim": given.dim,
+        "process_group": given.process_group,
+        "broadcast_buffers": given.broadcast_buffers,
+        "find_unused_parameters": given.find_unused_parameters,
+        "gradient_as_bucket_view": given.gradient_as_bucket_view,
+        "static_graph": given.static_graph,
+        "init_sync": False,
+    }
+    if not given.bucket_bytes_cap_default:
+        kept["bucket_cap_mb"] = given.bucket_bytes_cap / _MIB
+    if given.bucket_bytes_cap_list and "bucket_cap_mb" not in options:
+        kept["bucket_cap_mb_list"] = [size / _MIB for size in given.bucket_bytes_cap_list]
+    given.reducer._remove_autograd_hooks()
+    wrapped = DistributedDataParallel(given.module, **{**kept, **options})
+    wrapped.require_backward_grad_sync = given.require_backward_grad_sync
+    wrapped.train(given.training)
+    for hook, state in given._comm_hooks:
+        wrapped.register_comm_hook(state, hook)
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        if successor is not None:
+            return successor()(*arguments, **named)
+        raise UsageError(
+            "this DistributedDataParallel was replaced by trine.optimize and no longer averages gradients: "
+            "call engine(batch), or engine.model"
+        )
+
+    given.forward = forward  # type: ignore[method-assign]
+    return wrapped
+
+
+class DdpTimes:
+    """What DDP itself measures of its last sampled backward, for the record; nothing between its samples."""
+
+    def __init__(self, wrapped: Callable[[], torch.nn.Module]) -> None:
+        self._wrapped = wrapped
+        self._step = 0
+        self._seen: Any = None
+        self._data: Mapping[str, Any] = {}
+
+    def after_step(self) -> None:
+        """Count, so that DDP is asked where it can have a new sample."""
+        self._step += 1
+
+    def exposed_ns(self) -> float | None:
+        """Communication of gradients behind the end of backward; asked first of the two."""
+        self._data = self._fresh()
+        if not self._data:
+            return None
+        return float(self._communication() - self._overlapped())
+
+    def overlap(self) -> float | None:
+        """The part of communication that backward hid, 0 … 1."""
+        if not self._data or self._communication() <= 0:
+            return None
+        return self._overlapped() / self._communication()
+
+    def _communication(self) -> int:
+        return int(self._data.get("backward_comm_time", 0))
+
+    def _overlapped(self) -> int:
+        return int(self._data.get("backward_compute_comm_overlap_time", 0))
+
+    def _fresh(self) -> Mapping[str, Any]:
+        wrapped = self._wrapped()
+        if not isinstance(wrapped, DistributedDataParallel):
+            return {}
+        if self._step > _SAMPLED_FIRST and self._step % _SAMPLED_EVERY:
+            return {}
+        data = wrapped._get_ddp_logging_data()
+        sample = (id(wrapped), data.get("iteration"))
+        if sample == self._seen or not data.get("backward_comm_time"):
+            return {}
+        self._seen = sample
+        return data
