@@ -337,6 +337,26 @@ _ZERO = (
     ),
     Case("zero 1 + static graph on 2", {**_STAGE_1, "communication.static_graph": True}, ranks=2),
     Case(
+        "zero 3 + fp16 masters on 2",
+        {**_STAGE_3, "precision.dtype": "fp16", "precision.master_weights": True},
+        ranks=2,
+        dtype="float32",
+        tolerance=1e-3,
+    ),
+    Case(
+        "zero 3 + bf16 masters + accumulation in groups of 2 on 4",
+        {
+            **_STAGE_3,
+            "parallel.shard": 2,
+            "precision.dtype": "bf16",
+            "precision.master_weights": True,
+            "accumulation.steps": 2,
+        },
+        ranks=4,
+        dtype="float32",
+        tolerance=5e-3,
+    ),
+    Case(
         "zero 3 + sdpa on 2",
         {**_STAGE_3, "compute.attention": "sdpa"},
         ranks=2,

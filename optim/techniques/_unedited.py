@@ -37,20 +37,21 @@ APPLICABLE = frozenset(
     }
 )
 
-#: Of these, the ones that no technique answers for: a switch of the whole process.
-_ONLY_HERE = frozenset({"precision.tf32"})
-
 Prepare = Callable[[list[Any], list[Any]], None]
 
 
 def refusals_without_code(config: Config) -> dict[str, str]:
     """Key path → why ``trine run`` cannot apply it; empty when all of ``config`` needs no code. Imports no torch."""
-    found = {key: reason for key, reason in refusals(config).items() if key not in _ONLY_HERE}
+    found = refusals(config)
     found |= {
         key: f"{key} changes the training loop: apply it with trine.optimize in the script, or take the key out"
         for key in config.changes()
         if key not in APPLICABLE
     }
+    if config.precision.dtype == "fp16":
+        found["precision.dtype"] = (
+            'precision.dtype = "fp16" scales the loss, which needs trine.optimize in the script: without code use "bf16"'
+        )
     if config.precision.dtype == "bf16" and config.compute.compile == "model":
         found["compute.compile"] = (
             'compute.compile = "model" with precision.dtype needs trine.optimize in the script: without code use '
@@ -68,8 +69,9 @@ def install(config: Config) -> Prepare:
     import torch
 
     if config.precision.tf32 is not None:
-        torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = config.precision.tf32
+        from trine.optim.techniques.tf32 import switch
+
+        switch(config.precision.tf32)  # for the rest of the process: there is no engine to close
     loading = _loader_arguments(config)
     if loading:
         _patch_loader(torch.utils.data.DataLoader, loading, config.data.prefetch)

@@ -13,9 +13,10 @@ from typing import Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
-__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal"]
+__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "processor_has", "refusal", "tolerance"]
 
 KEYS = ("precision.dtype",)
 ORDER = 50
@@ -26,6 +27,12 @@ NUMERICS = "bf16 rounds to 8 bits of mantissa, fp16 to 11: losses within 2e-3 an
 def refusal(config: Config) -> str | None:
     """Everything of this key can be applied."""
     return None
+
+
+def tolerance(config: Config) -> Tolerance | None:
+    """bf16 keeps 8 bits of mantissa, fp16 11; gradients of small parameters are sums of many rounded numbers."""
+    stated = {"bf16": Tolerance(2e-3, 5e-2), "fp16": Tolerance(6e-4, 1e-2)}
+    return stated.get(config.precision.dtype or "")
 
 
 def check(config: Config, facts: Facts) -> None:

@@ -37,7 +37,7 @@ def check(config: Config, facts: Facts) -> None:
 def apply(assembly: Assembly) -> None:
     """Give the assembly its scaler, and the record what it does."""
     precision = assembly.config.precision
-    if precision.dtype != "fp16":
+    if precision.dtype != "fp16" and not _stored_in_fp16(assembly):
         return
     from trine.optim.runtime.loss_scaling import GROWTH_INTERVAL, LossScaler
 
@@ -54,3 +54,12 @@ def apply(assembly: Assembly) -> None:
         assembly.effects.append(Effect(KEYS[0], "none", f"dynamic from {scaler.current:g}", note))
     else:
         assembly.effects.append(Effect(KEYS[0], "none", f"fixed at {scaler.current:g}"))
+
+
+def _stored_in_fp16(assembly: Assembly) -> bool:
+    """fp16 parameters that masters made trainable: their gradients are fp16 whatever autocast does."""
+    import torch
+
+    return assembly.config.precision.master_weights and any(
+        parameter.dtype == torch.float16 for parameter in assembly.model.parameters()
+    )
