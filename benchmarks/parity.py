@@ -72,17 +72,29 @@ def model_of(case: Case) -> Any:
     return model.double() if case.dtype == "float64" else model
 
 
-def batch_of(step: int, rank: int = 0, ranks: int = 1) -> Any:
-    """The rank's share of the step's batch: ids and targets, (BATCH / ranks, 32) each."""
+def batch_of(case: Case, step: int, rank: int = 0, ranks: int = 1) -> Any:
+    """The rank's share of the step's batch: ids and targets, (BATCH / ranks, 32) each; or documents, padded."""
     import torch
 
-    from trine.samples.text import SourceText
+    from trine.samples.text import SourceText, pad_documents
 
-    data = SourceText(text(), 32)
     size = BATCH // ranks
     start = step * BATCH + rank * size
+    if case.data == "documents":
+        return pad_documents([_document(position) for position in range(start, start + size)])
+    data = SourceText(text(), 32)
     pairs = [data[position % len(data)] for position in range(start, start + size)]
     return torch.stack([ids for ids, _ in pairs]), torch.stack([targets for _, targets in pairs])
+
+
+def _document(position: int) -> Mapping[str, Any]:
+    """Of 1 to 32 tokens, which the position decides."""
+    import torch
+
+    length = 1 + (7 * position * position + 3 * position) % 32
+    start = position * 37 % (len(text()) - length)
+    ids = torch.tensor(list(text()[start : start + length]))
+    return {"input_ids": ids, "labels": ids}
 
 
 def optimizer_of(case: Case, model: Any) -> Any:
@@ -96,31 +108,45 @@ def optimizer_of(case: Case, model: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _plain_losses(
-    dtype: str, optimizer: str, model: tuple[tuple[str, Any], ...], steps: int
+    dtype: str, optimizer: str, model: tuple[tuple[str, Any], ...], data: str, ranks: int, steps: int
 ) -> tuple[float, ...]:
     import torch
 
-    from trine.samples.gpt import loss_of
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have it: more threads sum in another order
-    case = Case("plain", {}, dtype=dtype, optimizer=optimizer, model=dict(model))
+    case = Case("plain", {}, dtype=dtype, optimizer=optimizer, model=dict(model), data=data)
     plain = model_of(case)
     stepper = optimizer_of(case, plain)
     losses = []
     for step in range(steps):
-        loss = loss_of(plain, batch_of(step))
+        loss, shown = _plain_loss(case, plain, step, ranks)
         loss.backward()
         stepper.step()
         stepper.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(float(shown))
     torch.set_num_threads(threads)
     return tuple(losses)
 
 
+def _plain_loss(case: Case, model: Any, step: int, ranks: int) -> tuple[Any, Any]:
+    """The loss of the whole batch, and what is compared: that, or the mean of the shares' where they weigh unequally."""
+    from trine.samples.gpt import loss_of
+
+    if case.data != "documents":
+        loss = loss_of(model, batch_of(case, step))
+        return loss, loss.detach()
+    shares = [loss_of(model, batch_of(case, step, rank, ranks)) for rank in range(ranks)]
+    tokens = sum(count for _, count in shares)
+    return sum(mean * count for mean, count in shares) / tokens, sum(
+        mean.detach() for mean, _ in shares
+    ) / ranks
+
+
 def plain_losses(case: Case, steps: int = STEPS) -> tuple[float, ...]:
     """Losses of the loop that people write, in this process, on the whole batch."""
-    return _plain_losses(case.dtype, case.optimizer, tuple(sorted(case.model.items())), steps)
+    ranks = case.ranks if case.data == "documents" else 1
+    model = tuple(sorted(case.model.items()))
+    return _plain_losses(case.dtype, case.optimizer, model, case.data, ranks, steps)
 
 
 def run_rank(rank: int, ranks: int, case: Case, steps: int = STEPS) -> tuple[list[float], list[float]]:
@@ -137,7 +163,7 @@ def run_rank(rank: int, ranks: int, case: Case, steps: int = STEPS) -> tuple[lis
     config = trine.Config().with_changes(case.changes)
     engine = trine.optimize(model, optimizer_of(case, model), config, loss_fn=loss_of)
     try:
-        batches = (batch_of(step, rank, ranks) for step in range(steps))
+        batches = (batch_of(case, step, rank, ranks) for step in range(steps))
         losses = [float(engine.train_step(batch)) for batch in engine.steps(batches)]
         sums = []
         for parameter in model.parameters():

@@ -2,6 +2,7 @@
 
 What says it, first come first taken:
 
+* documents that Trine packed: the batch's ``lengths``, row by row, and the ``length`` of its rows;
 * ``attention_mask``, two-dimensional: zeros are padding;
 * ``cu_seqlens`` (of packed sequences): tokens behind the last boundary are padding;
 * ``lengths`` of the rows;
@@ -61,6 +62,9 @@ class Padded(NamedTuple):
 
 def padding_of(batch: Any) -> Padded | None:
     """What a batch says of its padding, ``None`` where it does not say. Never raises on strange batches."""
+    packed = _by_documents(batch)
+    if packed is not None:
+        return packed
     for named in _named(batch):
         tokens = _host(named.get("input_ids"), 2)
         shape = None if tokens is None else tokens.shape
@@ -74,6 +78,16 @@ def padding_of(batch: Any) -> Padded | None:
         if found is not None:
             return found
     return None
+
+
+def _by_documents(batch: Any) -> Padded | None:
+    """A batch that says it with attributes, not tensors (``trine.optim.runtime.packing.Packed``)."""
+    rows, width = getattr(batch, "lengths", None), getattr(batch, "length", None)
+    if not isinstance(batch, Mapping) or not isinstance(rows, tuple) or not isinstance(width, int):
+        return None
+    lengths = np.array([length for row in rows for length in row], dtype=np.int64)
+    slots = len(rows) * width
+    return Padded(slots - int(lengths.sum()), lengths, slots, len(rows), width, True, "documents")
 
 
 def _named(batch: Any) -> Iterator[Mapping[str, Any]]:

@@ -16,18 +16,20 @@ documents that it would have seen, so it has the same loss and gradients but for
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
+from trine.optim.batches import Divisible, to_device
 from trine.optim.runtime.documents import Documents
 from trine.optim.runtime.sequences import IGNORED, Sequences, sequences_of
 from trine.record.errors import UsageError
 
-__all__ = ["INPUTS", "Packed", "Packer", "best_fit"]
+__all__ = ["INPUTS", "Packed", "Packer", "balanced", "best_fit"]
 
 #: How a model is told of documents: its own ``documents``, a mask that is true where tokens see each other, one that is
 #: added to scores, or positions alone.
@@ -60,7 +62,22 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
-class Packed(dict[str, Any]):
+def balanced(lengths: Sequence[int], rows: int) -> list[list[int]]:
+    """As many rows, about equally full: the longest first, each into the emptiest row (Graham 1969).
+
+    For rows that need no stated length: they are as long as the fullest.
+    """
+    emptiest = [(0, row) for row in range(rows)]
+    filled: list[list[int]] = [[] for _ in range(rows)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        if lengths[index]:
+            tokens, row = heappop(emptiest)
+            filled[row].append(index)
+            heappush(emptiest, (tokens + lengths[index], row))
+    return sorted(sorted(row) for row in filled)
+
+
+class Packed(dict[str, Any], Divisible):
     """Documents in rows of one length: tensors by name (see the module). ``lengths``: the documents', row by row."""
 
     lengths: tuple[tuple[int, ...], ...]
@@ -80,28 +97,51 @@ class Packed(dict[str, Any]):
         """Tokens and padding."""
         return len(self.lengths) * self.length
 
+    @property
+    def samples(self) -> int:
+        """The documents."""
+        return len(self.document_lengths)
+
     def rebuilt(self, change: Callable[[Any], Any]) -> Packed:
         """The same with every value changed, as for another device."""
         return self._like({name: change(value) for name, value in self.items()}, self.lengths)
 
     def pieces(self, count: int) -> list[Packed]:
-        """``count`` pieces: rows of them, or documents where there are fewer rows.
-
-        Raises ``UsageError`` where there are fewer documents than pieces.
-        """
+        """``count`` pieces: rows of them, or documents where there are fewer rows."""
+        rows = len(self.lengths)
         if count == 1:
             return [self]
-        if len(self.lengths) >= count:
-            edges = [round(position * len(self.lengths) / count) for position in range(count + 1)]
-            return [self._rows(start, end) for start, end in pairwise(edges)]
-        flat = self.document_lengths
-        if len(flat) < count:
-            raise UsageError(
-                f"data.packing with accumulation: a batch of {len(flat)} documents cannot be cut into {count} "
-                "micro-batches: use fewer, or larger batches"
-            )
-        edges = [round(position * len(flat) / count) for position in range(count + 1)]
-        return [self._documents(start, end) for start, end in pairwise(edges)]
+        if rows >= count:
+            return [self._rows(start, end) for start, end in _edges(rows, count)]
+        return [self.part(start, end) for start, end in _edges(self.samples, count)]
+
+    def part(self, start: int, end: int) -> Packed:
+        """Documents ``start`` to ``end``, counted row by row, packed anew; a row of padding where there is none."""
+        return self._packed_anew(self._flat(start, end), self.document_lengths[start:end])
+
+    def joined(self, others: tuple[Any, ...]) -> Packed:
+        """All documents, packed anew."""
+        parts: tuple[Packed, ...] = (self, *others)
+        flat = [part._flat(0, part.samples) for part in parts]
+        fields = {name: torch.cat([each[name] for each in flat]) for name in flat[0]}
+        whole = self._packed_anew(fields, [length for part in parts for length in part.document_lengths])
+        whole.slots_before = sum(part.slots_before for part in parts)
+        return whole
+
+    def _flat(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        """Some documents' tokens end to end."""
+        begins = [
+            row * self.length + within
+            for row, lengths in enumerate(self.lengths)
+            for within in list(accumulate(lengths, initial=0))[:-1]
+        ]
+        lengths = self.document_lengths
+        spots = _spans((begins[index], lengths[index]) for index in range(start, end))
+        return {name: value.flatten(0, 1)[spots.to(value.device)] for name, value in self._tokens().items()}
+
+    def _tokens(self) -> dict[str, torch.Tensor]:
+        """What the batch held, without what the packer added."""
+        return {name: value for name, value in self.items() if name not in self.packer.made}
 
     def _rows(self, start: int, end: int) -> Packed:
         segments = [len(row) + (sum(row) < self.length) for row in self.lengths]
@@ -115,32 +155,12 @@ class Packed(dict[str, Any]):
                 cut[name] = value[start:end]
         return self._like(cut, self.lengths[start:end])
 
-    def _documents(self, start: int, end: int) -> Packed:
-        """Rows made anew of some of the documents."""
-        begins = [
-            row * self.length + within
-            for row, lengths in enumerate(self.lengths)
-            for within in accumulate(lengths, initial=0)
-            if within < sum(lengths)
-        ]
-        lengths = self.document_lengths[start:end]
-        spots = torch.cat(
-            [
-                torch.arange(begin, begin + length)
-                for begin, length in zip(begins[start:end], lengths, strict=True)
-            ]
-        )
-        made = self.packer.made
-        fields = {
-            name: value.flatten(0, 1)[spots.to(value.device)]
-            for name, value in self.items()
-            if name not in made
-        }
+    def _packed_anew(self, fields: dict[str, torch.Tensor], lengths: list[int]) -> Packed:
         ids, targets = self.names
-        sequences = Sequences(fields, lengths, self.slots_before, self.length, ids, targets, self.filler)
-        device = self[ids].device
-        packed = self.packer.lay_out(sequences, self.length)
-        return packed.rebuilt(lambda value: _moved(value, device))
+        length = max([self.length, *lengths])
+        sequences = Sequences(fields, lengths, self.slots_before, length, ids, targets, self.filler)
+        packed = self.packer.lay_out(sequences, length)
+        return packed.rebuilt(lambda value: to_device(value, self[ids].device))
 
     def _like(self, values: dict[str, Any], lengths: tuple[tuple[int, ...], ...]) -> Packed:
         other = Packed(values)
@@ -150,7 +170,9 @@ class Packed(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Packer:
-    """Batches → :class:`Packed`. ``length`` of the rows, or ``None``: as wide as the batch. ``inputs``: of :data:`INPUTS`."""
+    """Batches → :class:`Packed`. ``length`` of the rows, or ``None``: the batch's width at most. ``inputs``: of
+    :data:`INPUTS`.
+    """
 
     length: int | None
     inputs: str = "documents"
@@ -176,8 +198,14 @@ class Packer:
         return self.lay_out(sequences, length)
 
     def lay_out(self, sequences: Sequences, length: int) -> Packed:
-        """Rows of ``length``; one row of padding where there is no token, so that ranks stay together."""
+        """Rows of ``length``, or of less where none is stated; one row of padding where there is no token, so that ranks
+        stay together."""
         plan = best_fit(sequences.lengths, length) or [[]]
+        if self.length is None:
+            even = balanced(sequences.lengths, len(plan))
+            longest = max(sum(sequences.lengths[index] for index in row) for row in even)
+            if longest <= length:
+                plan, length = even, max(longest, 1)
         lengths = tuple(tuple(sequences.lengths[index] for index in row) for row in plan)
         source, target, positions = _places(sequences.lengths, plan, length)
         packed = Packed()
@@ -209,17 +237,23 @@ def _places(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where tokens lie end to end, where they go in the rows, and the position of every slot in its document."""
     begins = [0, *accumulate(lengths)]
-    source, target, positions = [], [], torch.zeros(len(plan) * length, dtype=torch.int64)
+    source, target = [], []
     for row, indices in enumerate(plan):
         place = row * length
         for index in indices:
-            count = lengths[index]
-            source.append(torch.arange(begins[index], begins[index] + count))
-            target.append(torch.arange(place, place + count))
-            positions[place : place + count] = torch.arange(count)
-            place += count
+            source.append((begins[index], lengths[index]))
+            target.append((place, lengths[index]))
+            place += lengths[index]
+    to = _spans(target)
+    positions = torch.zeros(len(plan) * length, dtype=torch.int64)
+    positions[to] = _spans((0, count) for _, count in target)
+    return _spans(source), to, positions
+
+
+def _spans(spans: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """The whole numbers of each (first, count), one span behind the other."""
     nothing = torch.empty(0, dtype=torch.int64)
-    return torch.cat([nothing, *source]), torch.cat([nothing, *target]), positions
+    return torch.cat([nothing, *(torch.arange(first, first + count) for first, count in spans)])
 
 
 def _keep_within(sequences: Sequences) -> None:
@@ -244,7 +278,5 @@ def _keep_within(sequences: Sequences) -> None:
         sequences.fields[sequences.targets] = targets.masked_fill(first[:-1], IGNORED)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Documents):
-        return Documents(value.numbers.to(device), value.cu_seqlens.to(device), value.longest)
-    return value.to(device)
+def _edges(whole: int, count: int) -> list[tuple[int, int]]:
+    return list(pairwise([round(position * whole / count) for position in range(count + 1)]))

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from trine.optim.batches import Gathered
 from trine.optim.runtime.packing import Packed
 from trine.optim.runtime.sequences import lengths_of
 
@@ -47,7 +48,8 @@ class PaddingCount:
         return None if self._last is None or not self._last[1] else 1 - self._last[0] / self._last[1]
 
     def waste_before(self) -> float | None:
-        """Of the last batch as it came; where another order is the change, of all batches so far in the old order."""
+        """Of the last batch as it came; where widths are the change, padded to its longest; where the order is, of all
+        batches so far in the old order, padded to their longest."""
         if self._slots_before is not None:
             return 1 - self.tokens / self.slots_before if self.slots_before else None
         return None if self._last is None or not self._last[2] else 1 - self._last[0] / self._last[2]
@@ -79,10 +81,19 @@ def count_padding(assembly: Assembly, key: str, slots_before: Callable[[], int] 
 
 
 def _counted(batch: Any) -> tuple[int, int, int] | None:
+    if isinstance(batch, Gathered):
+        parts = [_counted(part) for part in batch.parts]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        tokens, slots, before = (sum(column) for column in zip(*known, strict=True))
+        return tokens, slots, before
     if isinstance(batch, Packed):
         return sum(batch.document_lengths), batch.slots, batch.slots_before
     found = lengths_of(batch)
-    return None if found is None else (sum(found[0]), found[1], found[1])
+    if found is None or not found[0]:
+        return None
+    return sum(found[0]), found[1], len(found[0]) * max(found[0])
 
 
 def _counting(loader: Iterable[Any], count: PaddingCount) -> Iterable[Any]:

@@ -66,11 +66,11 @@ def apply(assembly: Assembly) -> None:
     assembly.loaders.append(lambda loader: changed(loader, packer, uncollated=True))
     hook = model.register_forward_pre_hook(_Guard(packer.made[0]), with_kwargs=True)
     assembly.closers.append(hook.remove)
-    length = "the batch's width" if data.packed_length is None else f"{data.packed_length} tokens"
+    length = "the batch's width at most" if data.packed_length is None else f"{data.packed_length} tokens"
     note = "the same documents a step"
     if data.length_grouped:
         note += "; of like length, they fill rows worse than mixed ones would"
-    assembly.effects.append(Effect("data.packing", "a document a row, padded", f"rows of {length}", note))
+    assembly.effects.append(Effect("data.packing", "a document a row, padded", f"in rows of {length}", note))
     count_padding(assembly, "data.packing")
 
 
