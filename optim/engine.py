@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trine.optim._facts import facts_of, require_trainable
 from trine.optim._override import current_override
 from trine.optim._persistence import Persistent
-from trine.optim.batches import Gathered, pieces_of, size_of, to_device, tokens_of
+from trine.optim.batches import Divisible, Gathered, pieces_of, size_of, to_device, tokens_of
 from trine.optim.config import Config
 from trine.optim.techniques import Assembly, Effect, require_applicable, techniques
 from trine.record.errors import TrainingError, TrineError, UsageError
@@ -298,6 +298,11 @@ class Engine(Persistent):
         for position, piece in enumerate(pieces):
             self._synchronise(position == last)
             result = self._forward(piece)
+            if last and isinstance(piece, Divisible) and not isinstance(result, tuple):
+                raise UsageError(
+                    "data.packing with micro-batches: they hold different numbers of tokens, and the mean of their means is "
+                    "another loss: have loss_fn return (mean loss, token count)"
+                )
             loss, weight, counted = _weighed(result, samples[position] / whole)
             emit("phase", name="backward")
             if position == last:
