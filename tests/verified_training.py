@@ -25,10 +25,15 @@ def main(fault: str) -> None:
         distributed.init_process_group("gloo")
     model = small_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = trine.Config().with_changes({"compute.fuse": ["optimizer"], "accumulation.steps": 2})
+    changes = {"compute.fuse": ["optimizer"], "accumulation.steps": 2}
+    if fault in ("random", "checkpointing"):
+        changes |= {"checkpointing.mode": "full"}
+    config = trine.Config().with_changes(changes)
     engine = trine.optimize(model, optimizer, config, loss_fn=loss_of)
     is_plain = not current_override().configuration(config).changes()  # type: ignore[union-attr]
     weight = model.blocks[1].up.weight
+    if fault == "random":
+        model.blocks[0].norm1.register_forward_pre_hook(lambda norm, inputs: (inputs[0] * random.random(),))
     if fault == "scale" and not is_plain:
         weight.register_hook(lambda gradient: gradient * 1.5)
     for step, batch in enumerate(engine.steps(batches(12, 4, rank, ranks))):

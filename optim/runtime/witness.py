@@ -18,13 +18,17 @@ import torch
 
 from trine.optim.runtime.adoption import named_parameters
 from trine.optim.runtime.fingerprints import bits_of, shard_of, sketch_of, whole
+from trine.optim.runtime.recomputation import RecomputationWatch
 from trine.record.events import listen
 
 if TYPE_CHECKING:
     from trine.optim.config import Config
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["Witness"]
+__all__ = ["WATCHED_STEPS", "Witness"]
+
+#: Steps whose recomputed activations are compared with the original ones: two checksums of every saved tensor.
+WATCHED_STEPS = 3
 
 logger = logging.getLogger("trine")
 
@@ -46,6 +50,7 @@ class Witness:
         self._bits: list[dict[str, tuple[str, int]]] = []
         self._recomputed: list[tuple[str, str]] = []
         self._regions = 0
+        self._watch: RecomputationWatch | None = None
         self._engine = False
         self._told: dict[str, Any] = {}
         self._loss: float | None = None  # of the step that is running, by a loop without an engine
@@ -69,6 +74,7 @@ class Witness:
             "effects": [str(effect) for effect in assembly.effects],
         }
         self._parameters = lambda: dict(assembly.parameters)
+        self._watch_recomputation(assembly.model)
         assembly.inspect.append(self._take_gradients)
         assembly.after_update.append(lambda stepped: self._take_replicas())
         self._undo.append(listen(self._on_event))
@@ -90,6 +96,8 @@ class Witness:
             register_optimizer_step_pre_hook,
         )
 
+        if models:
+            self._watch_recomputation(models[0])
         names: dict[str, torch.Tensor] = {}
         for position, model in enumerate(models):
             prefix = f"{type(getattr(model, 'module', model)).__name__}." if position else ""
@@ -126,6 +134,18 @@ class Witness:
         torch.Tensor.backward = backward  # type: ignore[assignment, method-assign]
         self._undo.append(lambda: setattr(torch.Tensor, "backward", original))
 
+    def _watch_recomputation(self, model: torch.nn.Module) -> None:
+        """From here to the end of step :data:`WATCHED_STEPS`; whoever made the checkpointed regions."""
+        self._watch = RecomputationWatch(model).__enter__()
+        self._undo.append(self._end_watch)
+
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)
+            self._regions += watch.regions
+            self._recomputed += watch.differences
+
     # --- what is written down --------------------------------------------------------------------
 
     def _take_gradients(self) -> None:
@@ -149,11 +169,8 @@ class Witness:
             local, part = shard_of(parameter)
             found[name] = (part, bits_of(local))
         self._bits.append(found)
-
-    def take_recomputation(self, regions: int, differences: list[tuple[str, str]]) -> None:
-        """What a watch of checkpointed regions has seen: how many were recomputed, and which differed."""
-        self._regions += regions
-        self._recomputed += differences
+        if len(self._bits) == WATCHED_STEPS:
+            self._end_watch()
 
     @property
     def has_engine(self) -> bool:

@@ -69,6 +69,15 @@ def test_a_wrong_gradient_is_named() -> None:
 
 
 @pytest.mark.slow
+def test_what_a_region_recomputes_otherwise_is_named() -> None:
+    _, healthy = report("-n", "2", "--no-search", str(SCRIPT), "checkpointing")
+    assert healthy["checks"][-1]["said"] == "the same bits in 2 recomputed regions"
+    code, found = report("-n", "2", "--no-search", str(SCRIPT), "random")
+    assert code == 1
+    assert found["checks"][-1]["where"] == "blocks.0"
+
+
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_a_replica_that_drifts_is_named_with_its_step() -> None:
     code, found = report("-n", "4", "--ranks", "2", "--no-search", str(SCRIPT), "replica")
