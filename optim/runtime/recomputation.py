@@ -1,0 +1,218 @@
+"""Recomputed against original activations: the check that ``torch.utils.checkpoint`` leaves out.
+
+PyTorch compares shape, dtype and device of what a checkpointed region saves in its forward and in its recomputation.
+Python's ``random``, a ``torch.Generator`` of one's own, or any state that flips between the two gives wrong gradients
+without a word. A watch compares checksums of every such tensor:
+
+    with RecomputationWatch(model) as watch:
+        loss_of(model, batch).backward()
+    watch.differences          [("blocks.3", "recomputed activations differ from the original: …")]
+
+It watches every checkpoint that is not reentrant, whoever made it; regions inside a compiled graph are recomputed by
+the compiler and not seen. One reduction a saved tensor, twice: for sampled steps, not for all. Nothing is read from a
+device before the differences are asked for, and no random number is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trine.optim.runtime.adoption import plain_name
+from trine.optim.runtime.checkpointed import current_region
+
+if TYPE_CHECKING:
+    from trine.optim.techniques._assembly import Assembly
+
+__all__ = ["RecomputationWatch", "install"]
+
+#: PyTorch's name for comparing shape, dtype and device; what every checkpoint uses that does not say otherwise.
+_CHECK = "default"
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RecomputationWatch:
+    """Compares what is recomputed with what was, while it is entered. Not reentrant; one at a time in a process.
+
+    ``tolerance``: relative differences, estimated, that count as equal; 0 asks for the same bits. Kernels that add in
+    no fixed order (scatter on a device) need a little.
+    """
+
+    def __init__(self, model: nn.Module, tolerance: float = 0.0) -> None:
+        self._names = {id(module): plain_name(name + ".")[:-1] for name, module in model.named_modules()}
+        self._tolerance = tolerance
+        self._entered: list[str] = []
+        self._order = itertools.count()
+        self._pairs: list[tuple[_Saved, _Saved]] = []
+        self._handles: list[Any] = []
+        self._original: Any = None
+
+    def __enter__(self) -> Self:
+        checks = torch_checkpoint._allowed_determinism_checks_to_fns
+        if getattr(checks[_CHECK], "__self__", None).__class__ is RecomputationWatch:
+            raise RuntimeError("a RecomputationWatch is entered already: leave it first")
+        self._original = checks[_CHECK]
+        checks[_CHECK] = self._saved
+        self._handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        torch_checkpoint._allowed_determinism_checks_to_fns[_CHECK] = self._original
+        for handle in self._handles:
+            handle.remove()
+        self._entered.clear()
+
+    @property
+    def compared(self) -> int:
+        """Tensors that were recomputed and compared so far; none: nothing was checkpointed in what ran."""
+        return len(self._pairs)
+
+    @property
+    def regions(self) -> int:
+        """Regions that were recomputed and compared so far."""
+        return len({original.region for original, _ in self._pairs})
+
+    @property
+    def differences(self) -> list[tuple[str, str]]:
+        """(module, what) for each region that differs, in the order of the forward; reads from the device."""
+        found: dict[str, tuple[int, str]] = {}
+        for original, again in sorted(self._pairs, key=lambda pair: pair[0].order):
+            if original.region in found:
+                continue
+            apart = original.apart_from(again)
+            if apart is None or apart <= self._tolerance:
+                continue
+            found[original.region] = (original.order, _words(original, apart))
+        return [(region, what) for region, (_, what) in found.items()]
+
+    def _enter_module(self, module: nn.Module, arguments: Any) -> None:
+        self._entered.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave_module(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._entered:
+            self._entered.pop()
+
+    def _saved(self, tensor: torch.Tensor) -> _Saved:
+        """Called by PyTorch for each saved tensor of a region, then for each recomputed one."""
+        where = self._entered[-1] if self._entered else ""
+        region = current_region() or where or "the model"
+        # Outside of dispatch modes: a selective checkpoint would count these operators as the region's own.
+        with torch.no_grad(), _disable_current_modes():
+            sums = _checksums(tensor.detach())
+        return _Saved(self, next(self._order), region, where, self._original(tensor), sums)
+
+
+def install(assembly: Assembly, every: int) -> None:
+    """Watch every ``every``-th step of an engine; differences are logged once and told as a metric.
+
+    The metric ``checkpointing/recomputation_differences`` counts regions that differed in the watched steps so far.
+    """
+    import logging
+
+    logger = logging.getLogger("trine")
+    state: dict[str, Any] = {"watch": None, "step": 0, "found": 0}
+
+    def begin() -> None:
+        state["watch"] = RecomputationWatch(assembly.model).__enter__()
+
+    def end() -> None:
+        watch, state["watch"] = state["watch"], None
+        if watch is not None:
+            watch.__exit__(None, None, None)
+            for name, what in watch.differences:
+                if not state["found"]:
+                    logger.error("%s: %s", name, what)
+                state["found"] += 1
+        state["step"] += 1
+        if state["step"] % every == 0:
+            begin()
+
+    begin()
+    assembly.after_step.append(end)
+    assembly.metrics["checkpointing/recomputation_differences"] = lambda: float(state["found"])
+    assembly.closers.append(lambda: state["watch"] and state["watch"].__exit__(None, None, None))
+
+
+@dataclass(eq=False)
+class _Saved:
+    """Stands in for the metadata that PyTorch compares; equal by that alone, and remembered in pairs."""
+
+    watch: RecomputationWatch
+    order: int
+    region: str
+    where: str
+    metadata: dict[str, Any]
+    sums: (
+        torch.Tensor
+    )  # (6,), int64: checksum, weighted checksum; then float64 bits: norm and three projections
+
+    def __ne__(self, other: object) -> bool:
+        if not isinstance(other, _Saved):
+            return True
+        different = self.metadata != other.metadata
+        if not different:  # else PyTorch raises by itself
+            self.watch._pairs.append((self, other))
+        return bool(different)
+
+    def __eq__(self, other: object) -> bool:
+        return not self != other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return repr(self.metadata)
+
+    def apart_from(self, other: _Saved) -> float | None:
+        """``None`` for the same bits, else the estimated relative difference."""
+        mine, theirs = self.sums.cpu(), other.sums.cpu()
+        if torch.equal(mine[:2], theirs[:2]):
+            return None
+        a, b = mine[2:].view(torch.float64), theirs[2:].view(torch.float64)
+        size = max(float(a[0]), float(b[0]))
+        difference = float((a[1:] - b[1:]).square().mean().sqrt())
+        return float("inf") if size == 0 or math.isnan(difference) else difference / size
+
+
+def _checksums(tensor: torch.Tensor) -> torch.Tensor:
+    """Two checksums of the bits, the norm, and three projections on signs: E⟨δ, ±1⟩² = ‖δ‖² measures a difference."""
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    number = torch.arange(flat.numel(), device=flat.device)
+    bits = flat.to(torch.uint8) if flat.dtype == torch.bool else flat.view(_WHOLE[flat.element_size()])
+    bits = bits.to(torch.int64)
+    whole = torch.stack([bits.sum(), (bits * (number + 1)).sum()])  # modulo 2^64
+    wide = torch.float32 if flat.device.type == "mps" else torch.float64
+    values = flat.to(wide)
+    # Multiplicative hashing (Knuth, volume 3, 6.4): signs that no generator was asked for.
+    projections = [
+        (values * (((number + 1) * factor >> 16 & 1) * 2 - 1)).sum()
+        for factor in (2654435761, 2246822519, 3266489917)
+    ]
+    sizes = torch.stack([values.square().sum().sqrt(), *projections]).to(torch.float64)
+    return torch.cat([whole, sizes.view(torch.int64)])
+
+
+def _words(original: _Saved, apart: float) -> str:
+    shape = tuple(original.metadata["shape"])
+    kind = str(original.metadata["dtype"]).removeprefix("torch.")
+    where = f", first in {original.where}" if original.where not in ("", original.region) else ""
+    size = f"by about {apart:.1e} of its norm" if apart != float("inf") else "by values that are not finite"
+    return (
+        f"recomputed activations differ from the original: a {kind} tensor {shape}{where}, {size}; something in it is "
+        "not repeated (Python's random, a torch.Generator of its own, a state that changes): gradients are wrong"
+    )

@@ -1,0 +1,259 @@
+"""Which modules to recompute so that what is saved for backward fits a number of bytes.
+
+The first forward runs with every candidate checkpointed, which needs the least memory and gives the same numbers. While
+it runs, what each candidate would save is counted: the tensors that autograd hands to the checkpoint, by storage, without
+parameters and without what is saved anyway. Then candidates are recomputed in the order of most bytes per FLOP until the
+peak fits. No compiler takes part, so dropout repeats its numbers: PyTorch's own ``activation_memory_budget`` draws new
+ones under ``torch.compile`` and corrupts gradients.
+
+The peak is the larger of two: the end of the forward, when everything kept is alive, and the moment in backward when a
+module has been recomputed, when what was kept before it is alive together with all that it saves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from trine.optim.runtime.checkpointed import Region
+from trine.optim.runtime.saved_tensors import SavedTensors
+from trine.record.errors import UsageError
+
+__all__ = ["Candidate", "Plan", "PlanAfterStep", "choose", "peak_of"]
+
+logger = logging.getLogger("trine")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What one module costs, in the order in which the forward meets them."""
+
+    name: str
+    saved_bytes: int  # that it keeps in addition when it is not recomputed
+    recomputed_bytes: (
+        int  # alive while it is recomputed; more than the above where what is saved is stored smaller
+    )
+    before_bytes: (
+        int  # kept when it begins, with every candidate recomputed: its input, and all that came before
+    )
+    flops: int  # of its forward
+
+
+def peak_of(candidates: Sequence[Candidate], recomputed: frozenset[str], end_bytes: int) -> int:
+    """Largest number of bytes held for backward, with the candidates of these names recomputed.
+
+    ``end_bytes``: held at the end of the forward when all are. Of inputs that are alive anyway nothing is counted twice.
+    """
+    kept = 0
+    peak = 0
+    for candidate in candidates:
+        if candidate.name in recomputed:
+            peak = max(peak, candidate.before_bytes + kept + candidate.recomputed_bytes)
+        else:
+            kept += candidate.saved_bytes
+    return max(peak, end_bytes + kept)
+
+
+def choose(candidates: Sequence[Candidate], budget_bytes: int, end_bytes: int) -> frozenset[str] | None:
+    """Names to recompute: most bytes per FLOP first, the earlier of equals first; ``None`` where nothing fits.
+
+    Early modules first, because what the last ones keep is given back before the others are recomputed.
+    """
+    order = sorted(
+        range(len(candidates)),
+        key=lambda position: (
+            -candidates[position].saved_bytes / max(candidates[position].flops, 1),
+            position,
+        ),
+    )
+    chosen: set[str] = set()
+    for position in order:
+        if peak_of(candidates, frozenset(chosen), end_bytes) <= budget_bytes:
+            break
+        chosen.add(candidates[position].name)
+    found = frozenset(chosen)
+    return found if peak_of(candidates, found, end_bytes) <= budget_bytes else None
+
+
+class Plan:
+    """Measures the candidates in the first forward, and whenever a larger batch comes; then decides."""
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        saved: SavedTensors,
+        budget: Callable[[int, int], int],
+        key: str,
+        told: Callable[[str], None],
+    ) -> None:
+        self._regions = list(regions)
+        self._saved = saved
+        self._budget = budget
+        self._key = key
+        self._told = told
+        self._is_measuring = True
+        self._is_decided = False
+        self._largest = 0  # elements of a candidate's arguments
+        self._measured: dict[str, _Measured] = {}
+        self._end_bytes = 0
+        for region in regions:
+            region.plan = self
+        saved.always_counting = True
+        saved.after_forward.append(self._forward_ended)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a forward has been measured, so that :meth:`decide` can be called."""
+        return bool(self._measured) and not self._is_measuring
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """What was measured, in the forward's order; tensors that several candidates save belong to the first."""
+        seen: set[int] = set()
+        found = []
+        for measured in self._measured.values():
+            own = {key: sizes for key, sizes in measured.storages.items() if key not in seen}
+            seen |= own.keys()
+            raw = sum(size for size, _ in measured.storages.values())
+            cost = sum(cost for _, cost in own.values())
+            found.append(Candidate(measured.name, cost, raw, measured.before_bytes, measured.flops))
+        return found
+
+    def meet(self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Before each forward of a candidate: a larger batch than any before is measured anew."""
+        if self._is_measuring or not self._is_decided:
+            return
+        if _elements(arguments, named) > self._largest:
+            self._is_measuring = True
+            self._measured = {}
+            for each in self._regions:
+                each.active = True
+
+    def measures(self, region: Region) -> bool:
+        """Whether this forward of the region is to be measured."""
+        return self._is_measuring and torch._C._current_graph_task_id() == -1  # not in its recomputation
+
+    @contextmanager
+    def measuring(self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
+        """Count what the region saves while it runs, and its operations."""
+        measured = self._measured.setdefault(region.name, _Measured(region.name, {}, 0, 0))
+        measured.before_bytes = max(measured.before_bytes, self._saved.held_bytes)
+        self._largest = max(self._largest, _elements(arguments, named))
+        known = {StorageWeakRef(t.untyped_storage()).cdata for t in _tensors(arguments, named)}
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def count(tensor: torch.Tensor) -> Any:
+            if type(tensor) is torch.Tensor and not self._saved.is_parameter(tensor):
+                reference = StorageWeakRef(tensor.untyped_storage())
+                if reference.cdata not in known and reference.cdata not in measured.storages:
+                    size = tensor.untyped_storage().nbytes()
+                    measured.storages[reference.cdata] = (size, self._saved.cost_bytes(tensor))
+                    measured.references.append(reference)  # its address is not reused while it is counted
+            return pack(tensor)
+
+        with _FlopCount() as counter, torch.autograd.graph.saved_tensors_hooks(count, unpack):
+            yield
+        measured.flops += counter.flops
+
+    def decide(self) -> None:
+        """Choose, set the regions, say so. Raises ``UsageError`` where nothing fits and nothing ran before."""
+        candidates = self.candidates
+        everything = frozenset(candidate.name for candidate in candidates)
+        least = peak_of(candidates, everything, self._end_bytes)
+        most = peak_of(candidates, frozenset(), self._end_bytes)
+        budget = self._budget(least, most)
+        chosen = choose(candidates, budget, self._end_bytes)
+        if chosen is None:
+            message = (
+                f"{self._key} = {budget}: full checkpointing of {len(candidates)} modules needs {least} bytes for "
+                "what it saves: give at least that, or use smaller micro-batches (accumulation.steps)"
+            )
+            if not self._is_decided:
+                raise UsageError(message)
+            logger.warning("a larger batch came. %s", message)
+            chosen = everything
+        for region in self._regions:
+            region.active = region.name in chosen
+        peak = peak_of(candidates, chosen, self._end_bytes)
+        names = ", ".join(region.name for region in self._regions if region.active) or "nothing"
+        self._is_decided = True
+        self._told(
+            f"{len(chosen)} of {len(candidates)} modules recomputed: {names}; {_mib(peak)} saved for backward at the "
+            f"peak, {_mib(most)} without, {_mib(least)} with all, {_mib(budget)} allowed"
+        )
+
+    def _forward_ended(self) -> None:
+        if not self._is_measuring or not self._measured:
+            return
+        self._is_measuring = False
+        self._end_bytes = self._saved.held_bytes
+        for measured in self._measured.values():
+            measured.references.clear()
+        if self._decides_at_once or self._is_decided:
+            self.decide()
+
+    #: False: somebody calls :meth:`decide` later, when more is known.
+    _decides_at_once = True
+
+
+class PlanAfterStep(Plan):
+    """Decides when the first step has ended, and the optimizer's state is there."""
+
+    _decides_at_once = False
+
+
+@dataclass(slots=True)
+class _Measured:
+    name: str
+    storages: dict[int, tuple[int, int]]  # address → (bytes, bytes that stay on the device)
+    before_bytes: int
+    flops: int
+    references: list[StorageWeakRef] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.references = []
+
+
+class _FlopCount(TorchDispatchMode):
+    """Multiplications and additions of matrix products, convolutions and attention, by PyTorch's own formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        packet = getattr(function, "overloadpacket", None)
+        if (
+            packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        ):  # PyTorch counts nothing for it
+            query, key, value = args[:3]
+            pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+            self.flops += 2 * pairs * (query.shape[3] + value.shape[3])
+        elif packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
+        return out
+
+
+def _tensors(arguments: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((arguments, named)) if type(leaf) is torch.Tensor]
+
+
+def _elements(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+    return sum(tensor.numel() for tensor in _tensors(arguments, named))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

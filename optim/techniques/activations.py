@@ -1,0 +1,149 @@
+"""Activations saved for backward in another form: ``activations.dtype``, ``offload.activations``.
+
+One set of hooks stands round every forward. ``activations.dtype`` rounds what is saved; ``offload.activations`` moves
+it to the host's memory or to disk and fetches it back ahead of the backward that needs it; together, what is moved is
+rounded first. The forward itself is untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trine.optim.config import Config
+from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.record.errors import UsageError
+
+if TYPE_CHECKING:
+    from trine.optim.runtime.host_memory import HostMemory
+    from trine.optim.runtime.saved_tensors import Store
+
+__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal"]
+
+KEYS = ("activations.dtype", "activations.pool", "offload.activations", "offload.path")
+ORDER = 35
+QUANTITY = "memory/saved_activation_bytes"
+NUMERICS = (
+    "offload is bitwise; dtype leaves the first loss bitwise and rounds gradients: losses within 2e-3 relative with "
+    "bf16, 1e-3 with fp16, 1e-2 with fp8"
+)
+
+
+def refusal(config: Config) -> str | None:
+    """A pool for the device's own buffers, and what other offloads would need of the path."""
+    if config.activations.pool:
+        return (
+            "activations.pool: this version has no pool of device buffers; the host's buffers of "
+            "offload.activations are pooled by themselves: take the key out"
+        )
+    if config.offload.path is not None and config.offload.activations != "nvme":
+        return 'offload.path is where offload.activations = "nvme" writes: set that, or take the path out'
+    return None
+
+
+def check(config: Config, facts: Facts) -> None:
+    """Raise ``UsageError`` where rounding would corrupt, or the disk's folder cannot be written."""
+    if config.activations.dtype is not None:
+        _check_dtype(config, facts)
+    if config.offload.activations == "nvme":
+        _check_folder(str(config.offload.path))
+
+
+def apply(assembly: Assembly) -> None:
+    """Give the run's saved tensors a store."""
+    dtype, offload = assembly.config.activations.dtype, assembly.config.offload.activations
+    if dtype is None and offload == "none":
+        return
+    from trine.optim.runtime.low_precision import DTYPES, LowPrecision
+    from trine.optim.runtime.saved_tensors import saved_tensors_of
+
+    store: Store | None = None
+    if offload != "none":
+        store = _offload(assembly, offload)
+    if dtype is not None:
+        store = LowPrecision(DTYPES[dtype], store)
+        note = (
+            "inputs of checkpointed modules stay exact"
+            if assembly.config.checkpointing.mode != "none"
+            else ""
+        )
+        assembly.effects.append(Effect("activations.dtype", "saved as computed", f"saved in {dtype}", note))
+    saved_tensors_of(assembly).store = store
+
+
+def _offload(assembly: Assembly, where: str) -> HostMemory:
+    device = assembly.facts.device
+    host: HostMemory
+    if where == "nvme":
+        from trine.optim.runtime.disk import Disk
+
+        host = Disk(device, Path(str(assembly.config.offload.path)))
+        after = f"on disk, under {assembly.config.offload.path}"
+    else:
+        from trine.optim.runtime.host_memory import HostMemory
+
+        host = HostMemory(device)
+        after = "in pinned host memory" if device.type == "cuda" else "copied within the host's memory"
+    notes = []
+    if device.type == "cpu" and where == "cpu":
+        notes.append("the model is on the CPU: copies cost and nothing is gained")
+    if assembly.config.checkpointing.mode == "selective":
+        notes.append("what a selective checkpoint keeps stays on the device")
+    assembly.effects.append(Effect("offload.activations", f"on {device}", after, "; ".join(notes)))
+    assembly.metrics["memory/offloaded_activation_bytes"] = _since_last(host)
+    assembly.metrics["memory/offload_buffer_bytes"] = lambda: float(host.host_bytes)
+    assembly.closers.append(host.close)
+    return host
+
+
+def _since_last(host: HostMemory) -> Callable[[], float]:
+    before = [0]
+
+    def read() -> float:
+        moved = host.moved_bytes - before[0]
+        before[0] = host.moved_bytes
+        return float(moved)
+
+    return read
+
+
+def _check_dtype(config: Config, facts: Facts) -> None:
+    dtype = config.activations.dtype
+    if config.compute.compile is not False:
+        raise UsageError(
+            "activations.dtype and compute.compile cannot be combined: compiled code saves statistics and random "
+            "state among its activations and does not say which is which, so rounding would corrupt gradients. "
+            'Drop one of them, or use checkpointing.mode = "full"'
+        )
+    import torch
+
+    double = next((name for name, p in facts.model.named_parameters() if p.dtype == torch.float64), None)
+    if double is not None:
+        raise UsageError(
+            f'activations.dtype = "{dtype}": {double} is float64, and whoever computes in double precision would not '
+            "have activations rounded: take the key out"
+        )
+    widest = max((p.element_size() for p in facts.model.parameters() if p.is_floating_point()), default=4)
+    if widest <= 2 and dtype != "fp8":
+        raise UsageError(
+            f'activations.dtype = "{dtype}": the model computes in 16 bits already, so nothing would change: take the '
+            'key out, or write "fp8"'
+        )
+
+
+def _check_folder(path: str) -> None:
+    import os
+    import sys
+
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UsageError(
+            f"offload.path = {path}: there is no such folder; make it, on the disk that is to be used"
+        )
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"offload.path = {path}: it cannot be written; name a folder that can")
+    if not sys.platform.startswith("linux"):
+        raise UsageError(
+            'offload.activations = "nvme" needs Linux (positioned reads and reserved space): use "cpu"'
+        )
