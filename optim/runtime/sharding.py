@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trine.optim.runtime.adoption import replace_parameters, retire
 from trine.optim.runtime.gathering import Gathering
+from trine.optim.techniques._assembly import Effect
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
         model = retire(model)
     else:
         _same_start(model, facts.device)
-    policy = _policy(assembly, model)
+    policies = _policies(assembly, model)
     mesh = mesh_of(facts.device_type, replicas, shards)
     before = dict(model.named_parameters())
     scalars = {p for p in before.values() if p.dim() == 0}
@@ -162,13 +163,17 @@ def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
     inside = {"reshard_after_forward": (config.zero.stage == 3) if reshard is None else reshard}
     # Of the root, the first thing that backward needs is what forward used last: freeing it saves nothing.
     outside = {"reshard_after_forward": reshard if config.zero.stage == 3 else False}
+    if policies.wide is not None:
+        for norm in [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]:
+            fully_shard(norm, mp_policy=policies.wide, **keys, **inside)
     for block in blocks:
         for odd in _odd_dtypes(block):
-            fully_shard(odd, mp_policy=policy.inner, **keys, **inside)
-        fully_shard(block, mp_policy=policy.inner, **keys, **inside)
+            fully_shard(odd, mp_policy=policies.inner, **keys, **inside)
+        if not isinstance(block, FSDPModule):
+            fully_shard(block, mp_policy=policies.inner, **keys, **inside)
     for odd in _odd_dtypes(model, blocks):
-        fully_shard(odd, mp_policy=policy.inner, **keys, **inside)
-    fully_shard(model, mp_policy=policy.root, **keys, **outside)
+        fully_shard(odd, mp_policy=policies.inner, **keys, **inside)
+    fully_shard(model, mp_policy=policies.root, **keys, **outside)
     assembly.model = model
     replicas_of = {scalar: _replica(scalar, mesh) for scalar in scalars}
     _adopt(assembly, before, replicas_of)
@@ -181,13 +186,23 @@ def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
 class _Policies:
     inner: MixedPrecisionPolicy
     root: MixedPrecisionPolicy
+    #: Of modules that keep fp32, such as batch norms, whose statistics are fp32.
+    wide: MixedPrecisionPolicy | None = None
 
 
-def _policy(assembly: Assembly, model: nn.Module) -> _Policies:
+def _policies(assembly: Assembly, model: nn.Module) -> _Policies:
     """What parameters are gathered in and gradients reduced in. The shards are the fp32 master weights themselves."""
     precision = assembly.config.precision
     if not precision.master_weights:
         return _Policies(MixedPrecisionPolicy(), MixedPrecisionPolicy())
+    stored: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.element_size() < 4:
+            stored[parameter.dtype] += parameter.numel()
+    if precision.dtype is None:
+        low = stored.most_common(1)[0][0]
+    else:
+        low = torch.float16 if precision.dtype == "fp16" else torch.bfloat16
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.element_size() < 4:
             parameter.data = parameter.data.float()
@@ -195,11 +210,20 @@ def _policy(assembly: Assembly, model: nn.Module) -> _Policies:
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() < 4:
                 values[key] = value.float()
-    low = torch.float16 if precision.dtype == "fp16" else torch.bfloat16
-    inner = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    name = str(low).removeprefix("torch.")
+    assembly.effects.append(
+        Effect(
+            "precision.master_weights",
+            "parameters in float32",
+            f"gathered in {name}",
+            "the shards are the masters",
+        )
+    )
     # Outputs in fp32 at the root alone: blocks that hand fp32 on would meet the root's norm in half precision.
     return _Policies(
-        inner, MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+        MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32),
+        MixedPrecisionPolicy(cast_forward_inputs=False),
     )
 
 

@@ -24,7 +24,7 @@ from trine.optim.runtime.adoption import plain_name
 from trine.record.errors import UnreadableInput
 
 if TYPE_CHECKING:
-    from trine.optim.techniques._assembly import Assembly
+    from trine.optim.techniques._assembly import Assembly, Stateful
 
 __all__ = [
     "local",
@@ -40,6 +40,9 @@ logger = logging.getLogger("trine")
 
 #: How a group is computed, not what it computes: a resumed run keeps its own.
 _OF_THE_RUN = frozenset({"params", "fused", "foreach", "capturable"})
+
+#: Techniques whose state is among the tensors by name.
+_BY_NAME = frozenset({"masters"})
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +118,7 @@ def rank_state(assembly: Assembly, scheduler: Any) -> dict[str, Any]:
         },
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "random": _random_streams(assembly.facts.device),
-        "techniques": {name: each.state_dict() for name, each in assembly.state.items()},
+        "techniques": {name: each.state_dict() for name, each in _own(assembly).items()},
     }
 
 
@@ -136,12 +139,16 @@ def restore_rank_state(
         lost = f", {', '.join(kept)} too" if kept else ""
         logger.warning("the checkpoint is of another number of ranks: random streams start anew%s", lost)
         return
-    for name, each in assembly.state.items():
+    for name, each in _own(assembly).items():
         if name in kept:
             each.load_state_dict(kept[name])
         else:
             logger.warning("the checkpoint holds nothing of %s, which starts anew", name)
     _restore_random_streams(assembly.facts.device, state["random"])
+
+
+def _own(assembly: Assembly) -> dict[str, Stateful]:
+    return {name: each for name, each in assembly.state.items() if name not in _BY_NAME}
 
 
 def _restore_groups(assembly: Assembly, state: Mapping[str, Any]) -> None:
