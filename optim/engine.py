@@ -12,12 +12,13 @@ before it changes anything. Loops that want their own body use ``engine(batch)``
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from trine.optim._facts import facts_of, require_trainable
 from trine.optim._override import current_override
@@ -26,7 +27,7 @@ from trine.optim.batches import Divisible, Gathered, pieces_of, size_of, to_devi
 from trine.optim.config import Config
 from trine.optim.techniques import Assembly, Effect, require_applicable, techniques
 from trine.record.errors import TrainingError, TrineError, UsageError
-from trine.record.events import emit, emit_metric
+from trine.record.events import emit, emit_metric, is_heard
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "optimize"]
 
 logger = logging.getLogger("trine")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
@@ -100,6 +104,25 @@ def optimize(
         if facts.rank == 0:
             logger.info("%s", effect)
     return Engine(assembly, loss_fn, clip_norm, scheduler, nonfinite)
+
+
+def _naming_lost_ranks(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """A method of the engine that names the ranks that are gone, in place of the backend's own error."""
+
+    @functools.wraps(function)
+    def called(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*arguments, **named)
+        except Exception as error:
+            from trine.optim.runtime.lost_ranks import explained
+
+            engine: Any = arguments[0]
+            told = explained(error, engine._facts.rank, engine._facts.ranks, engine.step_index)
+            if told is None:
+                raise
+            raise told from error
+
+    return called
 
 
 class Engine(Persistent):
@@ -173,6 +196,7 @@ class Engine(Persistent):
 
     # --- loops of the user's own ---------------------------------------------------------------
 
+    @_naming_lost_ranks
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """The model's forward, under this configuration. Tensors are moved to the model's device.
 
@@ -189,11 +213,13 @@ class Engine(Persistent):
         with self._contexts():
             return self.model(*arguments, **named)
 
+    @_naming_lost_ranks
     def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
         """Add this micro-batch's gradients. ``count``: tokens that ``loss`` is the mean of, to weigh it by."""
         emit("phase", name="backward")
         self._update.backward(loss, 1.0 if count is None else float(count), count is not None)
 
+    @_naming_lost_ranks
     def step(self) -> bool:
         """After each micro-batch: steps the optimizer at the last one, and says whether it did."""
         self._micro += 1
@@ -251,6 +277,7 @@ class Engine(Persistent):
         if self._broken is None:
             self.flush()
 
+    @_naming_lost_ranks
     def train_step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, accumulation and optimizer on one batch; the mean loss, detached, on the device.
 
@@ -388,18 +415,16 @@ class Engine(Persistent):
 
     def _begin_step(self) -> None:
         emit("step_begin", index=self._index)
-        effects = self.effects
-        if len(effects) > self._described and emit(
-            "configuration",
-            configuration=self.config.to_dict(),
-            effects=[str(effect) for effect in effects],
-        ):
+        if is_heard() and len(self._assembly.effects) > self._described:
+            effects = [str(effect) for effect in self._assembly.effects]
+            emit("configuration", configuration=self.config.to_dict(), effects=effects)
             self._described = len(effects)
 
     def _close_step(self, samples: int | None, tokens: int | None) -> None:
         self._step_open = self._consumed = False
-        for name, value in self._assembly.metrics.items():
-            emit_metric(name, value)
+        if is_heard():
+            for name, value in self._assembly.metrics.items():
+                emit_metric(name, value)
         emit("step_end", index=self._index, samples=samples, tokens=tokens, loss=self._loss)
         self._index += 1
         self._loss = None

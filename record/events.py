@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["emit", "emit_metric", "listen"]
+__all__ = ["emit", "emit_metric", "is_heard", "listen"]
 
 logger = logging.getLogger("trine")
 
@@ -35,6 +35,11 @@ def listen(listener: Listener) -> Callable[[], None]:
         _listeners = tuple(other for other in _listeners if other is not listener)
 
     return stop
+
+
+def is_heard() -> bool:
+    """Whether anybody listens: for events whose values cost something to put together."""
+    return bool(_listeners)
 
 
 def emit_metric(name: str, read: Callable[[], float | None]) -> None:

@@ -1,0 +1,103 @@
+"""A rank that was killed, crashed or is stuck: what the others say instead of their backend's socket error.
+
+A backend knows an address or nothing. The group's store, which every rank can reach, tells more: each rank that fails
+leaves a sign there, and those that leave none are the ones to look at.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from torch import distributed
+
+from trine.record.errors import TrainingError
+
+__all__ = ["PATIENCE_S", "explained", "is_of_a_group"]
+
+logger = logging.getLogger("trine")
+
+#: How long ranks that failed wait for each other's signs.
+PATIENCE_S = 5.0
+
+_SIGN = "trine/lost_ranks"
+
+#: What gloo, NCCL and the store say when a peer is gone or late. gloo raises plain RuntimeErrors.
+_WORDS = (
+    "gloo/transport",
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "timed out waiting",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "nccl communicator was aborted",
+    "collective operation timeout",
+)
+
+
+def is_of_a_group(error: BaseException) -> bool:
+    """Whether an exception says that a peer of a process group is gone or late."""
+    if isinstance(error, distributed.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _WORDS)
+
+
+def explained(
+    error: BaseException, rank: int, ranks: int, step: int, patience_s: float = PATIENCE_S
+) -> TrainingError | None:
+    """What to raise in place of a failed exchange: which ranks gave no sign. ``None`` for any other error.
+
+    Waits at most ``patience_s`` for the signs of the other ranks. The process group is of no use afterwards.
+    """
+    if ranks == 1 or not distributed.is_initialized() or not is_of_a_group(error):
+        return None
+    _let_peers_know()
+    silent, store_lost = _silent(rank, ranks, patience_s)
+    said = " ".join(str(error).partition("\n")[0].split())
+    cut = said.find(". This is typically")
+    said = said[:cut] if cut > 0 else said
+    if store_lost:
+        which = "the group's store does not answer, so the process that keeps it (rank 0 or the launcher) has ended"
+    elif not silent:
+        which = "every rank is alive and failed alike, so look at the network between them"
+    else:
+        named = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+        which = f"{named} gave no sign within {patience_s:g} s: killed, crashed, or busy elsewhere"
+    return TrainingError(
+        f"optimizer step {step}: rank {rank} lost its group; {which}. Look at the end of that log, and start again from a "
+        f"checkpoint (the {distributed.get_backend()} backend said: {said})"
+    )
+
+
+def _let_peers_know() -> None:
+    """Close this rank's connections, so that ranks that wait for it fail now and not at their timeout.
+
+    gloo alone: NCCL's watchdog does so itself.
+    """
+    group: Any = distributed.group.WORLD
+    if distributed.get_backend() != "gloo" or not hasattr(group, "abort"):
+        return
+    try:
+        group.abort()
+    except RuntimeError as error:
+        logger.debug("the process group could not be aborted: %s", error)
+
+
+def _silent(rank: int, ranks: int, patience_s: float) -> tuple[list[int], bool]:
+    """Ranks that left no sign in time, and whether the store was lost."""
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        store.set(f"{_SIGN}/{rank}", "1")
+        end = time.monotonic() + patience_s
+        silent = [other for other in range(ranks) if other != rank]
+        while silent and time.monotonic() < end:
+            silent = [other for other in silent if not store.check([f"{_SIGN}/{other}"])]
+            if silent:
+                time.sleep(0.05)
+    except (RuntimeError, ValueError) as error:
+        logger.debug("the group's store could not be asked: %s", error)
+        return [], True
+    return silent, False
