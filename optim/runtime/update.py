@@ -79,7 +79,10 @@ class Update:
         else:
             (scaled * weight).backward()
         self._weight = self._weight + weight
-        self._summed = self._summed + loss.detach() * weight
+        part = loss.detach()
+        if not (isinstance(weight, float) and weight == 1.0):
+            part = part * weight
+        self._summed = self._summed + part if isinstance(self._summed, torch.Tensor) else part
 
     def step(self) -> bool:
         """Normalise, unscale, clip, step; false where the update was skipped. Gradients are gone afterwards.
@@ -244,7 +247,7 @@ class Update:
         if isinstance(weight, torch.Tensor) and weight.device.type != "cpu" and totals is not None:
             overall = (totals["loss"] / totals["weight"]).to(own.dtype)
             return torch.where(weight == 0, overall, own / weight)
-        return own / weight
+        return own if isinstance(weight, float) and weight == 1.0 else own / weight
 
     def _nothing_counted(self) -> bool:
         if self._policy == "raise":
