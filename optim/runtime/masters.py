@@ -68,6 +68,7 @@ class Masters:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # fp32 sums of a step's earlier micro-batches
         assembly.collect.append(self._collect)
         assembly.after_update.append(self._publish)
+        assembly.discard.append(self._sums.clear)
         before = assembly.synchronise
         self._reduces = before is not None
 
@@ -98,7 +99,7 @@ class Masters:
         if last and self._reduces:
             for parameter, total in self._sums.items():
                 parameter.grad = total.to(parameter.dtype)
-            self._sums = {}
+            self._sums.clear()
 
     def _collect(self) -> None:
         """The gradients of what the optimizer held become its masters', in fp32."""
