@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trine.optim.runtime.selective import contexts_that_keep
+from trine.optim.runtime.selective import contexts_that_keep, refusing_changed_results
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _forward(forward: Callable[..., Any], region: Region, *arguments: Any, **nam
         return forward(*arguments, **named)
     if not region.looked_at:
         region.looked_at = True
-        with _refusing_changed_buffers(region):
+        with _refusing_changed_buffers(region), refusing_changed_results(region.name):
             return _saving_inputs(forward, region, arguments, named)
     return _saving_inputs(forward, region, arguments, named)
 
@@ -204,7 +204,7 @@ def _refusing_changed_buffers(region: Region) -> Iterator[None]:
     yield
     for (prefix, name), (buffer, version) in before.items():
         module = region.module.get_submodule(prefix)
-        if module._buffers.get(name) is not buffer or buffer._version != version:
+        if module._buffers.get(name) is not buffer or version != getattr(buffer, "_version", None):
             path = ".".join(part for part in (region.name, prefix, name) if part)
             raise UsageError(
                 f"checkpointing: {region.name} changes its buffer {path} as it runs, and recomputation would change "

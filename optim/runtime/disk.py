@@ -110,7 +110,7 @@ class Disk(HostMemory):
     def _write(self, entry: OnDisk) -> None:
         if entry.left is not None:  # the copy from the device
             entry.left.synchronize()
-        data = memoryview(entry.host_bytes().numpy())
+        data = memoryview(entry.host_bytes().numpy())  # type: ignore[arg-type]
         offset = entry.extent[1]
         while data:
             count = os.pwrite(self._file.fileno(), data, offset)
@@ -119,7 +119,7 @@ class Disk(HostMemory):
 
     def _read(self, entry: OnDisk) -> torch.Tensor:
         buffer = self.pool.take(entry.size)
-        data = memoryview(buffer[: entry.size].numpy())
+        data = memoryview(buffer[: entry.size].numpy())  # type: ignore[arg-type]
         offset = entry.extent[1]
         while data:
             count = os.preadv(self._file.fileno(), [data], offset)

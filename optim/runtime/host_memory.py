@@ -76,7 +76,7 @@ class HostMemory:
         self.device = device
         self._is_cuda = device.type == "cuda"
         self.pool = BufferPool(pinned=self._is_cuda)
-        self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None
+        self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._leaving: deque[tuple[torch.Tensor, int, Offloaded, Any]] = deque()
         self._order: list[weakref.ref[Offloaded]] = []
         #: Bytes that went to the host since the start.

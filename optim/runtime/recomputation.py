@@ -55,6 +55,10 @@ class RecomputationWatch:
         self._pairs: list[tuple[_Saved, _Saved]] = []
         self._handles: list[Any] = []
         self._original: Any = None
+        self._hook: Any = None
+        self._frames: list[
+            tuple[int, int]
+        ] = []  # checkpoints that are entered: number, modules entered before
 
     def __enter__(self) -> Self:
         checks = torch_checkpoint._allowed_determinism_checks_to_fns
@@ -62,6 +66,8 @@ class RecomputationWatch:
             raise RuntimeError("a RecomputationWatch is entered already: leave it first")
         self._original = checks[_CHECK]
         checks[_CHECK] = self._saved
+        self._hook = torch_checkpoint._checkpoint_hook
+        torch_checkpoint._checkpoint_hook = self._naming(self._hook)
         self._handles = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -72,9 +78,11 @@ class RecomputationWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         torch_checkpoint._allowed_determinism_checks_to_fns[_CHECK] = self._original
+        torch_checkpoint._checkpoint_hook = self._hook
         for handle in self._handles:
             handle.remove()
         self._entered.clear()
+        self._frames.clear()
 
     @property
     def compared(self) -> int:
@@ -84,20 +92,33 @@ class RecomputationWatch:
     @property
     def regions(self) -> int:
         """Regions that were recomputed and compared so far."""
-        return len({original.region for original, _ in self._pairs})
+        return len(set(self._regions().values()))
 
     @property
     def differences(self) -> list[tuple[str, str]]:
         """(module, what) for each region that differs, in the order of the forward; reads from the device."""
-        found: dict[str, tuple[int, str]] = {}
+        regions = self._regions()
+        found: dict[str, str] = {}
         for original, again in sorted(self._pairs, key=lambda pair: pair[0].order):
-            if original.region in found:
+            region = regions[original.frame]
+            if region in found:
                 continue
             apart = original.apart_from(again)
-            if apart is None or apart <= self._tolerance:
-                continue
-            found[original.region] = (original.order, _words(original, apart))
-        return [(region, what) for region, (_, what) in found.items()]
+            if apart is not None and apart > self._tolerance:
+                found[region] = _words(original, region, apart)
+        return list(found.items())
+
+    def _regions(self) -> dict[int, str]:
+        """Checkpoint → its module. Of those that are not ours: the one module that it entered, or the one it is in."""
+        within: dict[int, set[str]] = {}
+        for original, _ in self._pairs:
+            within.setdefault(original.frame, set()).add(original.child)
+        return {
+            original.frame: original.region
+            or (original.child if len(within[original.frame]) == 1 else original.parent)
+            or "the model"
+            for original, _ in self._pairs
+        }
 
     def _enter_module(self, module: nn.Module, arguments: Any) -> None:
         self._entered.append(self._names.get(id(module), type(module).__name__))
@@ -106,14 +127,35 @@ class RecomputationWatch:
         if self._entered:
             self._entered.pop()
 
+    def _naming(self, hook: Any) -> Any:
+        """PyTorch's hook round a checkpoint's forward, noting where it begins."""
+        frames, entered, numbers = self._frames, self._entered, self._order
+
+        class Noting(hook):  # type: ignore[misc]
+            def __enter__(self) -> Any:
+                frames.append((next(numbers), len(entered)))
+                return super().__enter__()
+
+            def __exit__(self, *raised: object) -> Any:
+                if frames:
+                    frames.pop()
+                return super().__exit__(*raised)
+
+        return Noting
+
     def _saved(self, tensor: torch.Tensor) -> _Saved:
         """Called by PyTorch for each saved tensor of a region, then for each recomputed one."""
         where = self._entered[-1] if self._entered else ""
-        region = current_region() or where or "the model"
+        frame, first = self._frames[-1] if self._frames else (-1, 0)
+        parent = self._entered[first - 1] if 0 < first <= len(self._entered) else ""
+        child = self._entered[first] if first < len(self._entered) else parent
+        region = current_region() or ""
         # Outside of dispatch modes: a selective checkpoint would count these operators as the region's own.
         with torch.no_grad(), _disable_current_modes():
             sums = _checksums(tensor.detach())
-        return _Saved(self, next(self._order), region, where, self._original(tensor), sums)
+        return _Saved(
+            self, next(self._order), frame, region, parent, child, where, self._original(tensor), sums
+        )
 
 
 def install(assembly: Assembly, every: int) -> None:
@@ -153,8 +195,11 @@ class _Saved:
 
     watch: RecomputationWatch
     order: int
-    region: str
-    where: str
+    frame: int  # which checkpoint
+    region: str  # its module, where the checkpoint is ours
+    parent: str  # the module that it was entered in, and the first one within
+    child: str
+    where: str  # the innermost module
     metadata: dict[str, Any]
     sums: (
         torch.Tensor
@@ -207,10 +252,10 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([whole, sizes.view(torch.int64)])
 
 
-def _words(original: _Saved, apart: float) -> str:
+def _words(original: _Saved, region: str, apart: float) -> str:
     shape = tuple(original.metadata["shape"])
     kind = str(original.metadata["dtype"]).removeprefix("torch.")
-    where = f", first in {original.where}" if original.where not in ("", original.region) else ""
+    where = f", first in {original.where}" if original.where not in ("", region) else ""
     size = f"by about {apart:.1e} of its norm" if apart != float("inf") else "by values that are not finite"
     return (
         f"recomputed activations differ from the original: a {kind} tensor {shape}{where}, {size}; something in it is "

@@ -15,17 +15,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trine.optim.runtime.checkpointed import Region
 from trine.optim.runtime.saved_tensors import SavedTensors
+from trine.optim.runtime.weak_storage import WeakStorage
 from trine.record.errors import UsageError
 
 __all__ = ["Candidate", "Plan", "PlanAfterStep", "choose", "peak_of"]
@@ -148,16 +148,16 @@ class Plan:
         measured = self._measured.setdefault(region.name, _Measured(region.name, {}, 0, 0))
         measured.before_bytes = max(measured.before_bytes, self._saved.held_bytes)
         self._largest = max(self._largest, _elements(arguments, named))
-        known = {StorageWeakRef(t.untyped_storage()).cdata for t in _tensors(arguments, named)}
+        known = {t.untyped_storage()._cdata for t in _tensors(arguments, named)}
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
         def count(tensor: torch.Tensor) -> Any:
             if type(tensor) is torch.Tensor and not self._saved.is_parameter(tensor):
-                reference = StorageWeakRef(tensor.untyped_storage())
-                if reference.cdata not in known and reference.cdata not in measured.storages:
+                weak = WeakStorage(tensor)
+                if weak.address not in known and weak.address not in measured.storages:
                     size = tensor.untyped_storage().nbytes()
-                    measured.storages[reference.cdata] = (size, self._saved.cost_bytes(tensor))
-                    measured.references.append(reference)  # its address is not reused while it is counted
+                    measured.storages[weak.address] = (size, self._saved.cost_bytes(tensor))
+                    measured.references.append(weak)  # its address is not reused while it is counted
             return pack(tensor)
 
         with _FlopCount() as counter, torch.autograd.graph.saved_tensors_hooks(count, unpack):
@@ -217,17 +217,14 @@ class _Measured:
     storages: dict[int, tuple[int, int]]  # address → (bytes, bytes that stay on the device)
     before_bytes: int
     flops: int
-    references: list[StorageWeakRef] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self.references = []
+    references: list[WeakStorage] = field(default_factory=list)
 
 
-class _FlopCount(TorchDispatchMode):
+class _FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Multiplications and additions of matrix products, convolutions and attention, by PyTorch's own formulas."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def __torch_dispatch__(

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from trine.optim.runtime.selective import counting_kept
+from trine.optim.runtime.weak_storage import WeakStorage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ class SavedTensors:
         self.plain_bytes = 0
         self.plain_peak_bytes = 0
         self._parameters: set[int] = set()  # storages, by address
-        self._gathered: dict[int, StorageWeakRef] = {}  # parameters that sharding gathers
+        self._gathered: dict[int, WeakStorage] = {}  # parameters that sharding gathers
         self._live: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
     def __call__(self) -> AbstractContextManager[Any]:
@@ -149,8 +149,8 @@ class SavedTensors:
     def _note_gathered(self, module: nn.Module, arguments: Any) -> None:
         for parameter in module.parameters():
             if type(parameter) is nn.Parameter:
-                reference = StorageWeakRef(parameter.untyped_storage())
-                self._gathered[reference.cdata] = reference
+                weak = WeakStorage(parameter)
+                self._gathered[weak.address] = weak
 
     def _store_for(self, tensor: torch.Tensor) -> Store | None:
         if self.store is None or tensor.untyped_storage().nbytes() < LEAST_BYTES:
@@ -172,14 +172,14 @@ class SavedTensors:
         if stored is None:
             stored = _Counted(self, tensor, store.put(_flat(tensor, start, length)))
             self._live[key] = stored
-        return _View(stored, tensor.size(), tensor.stride(), tensor.storage_offset() - start)
+        return _View(stored, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - start)
 
     def _token(self, tensor: torch.Tensor) -> _Token:
         """Counts a storage that stays as it is, as long as anything of it is saved."""
         storage = tensor.untyped_storage()
         token = self._live.get(storage._cdata)
         if token is None:
-            token = _Token(self, storage, storage.nbytes(), storage.nbytes())
+            token = _Token(self, tensor, storage.nbytes(), storage.nbytes())
             self._live[storage._cdata] = token
         found: _Token = token
         return found
@@ -228,10 +228,10 @@ class _Token:
     __slots__ = ("__weakref__", "_owner", "_reference", "device_bytes", "plain_bytes")
 
     def __init__(
-        self, owner: SavedTensors, storage: torch.UntypedStorage, device_bytes: int, plain_bytes: int
+        self, owner: SavedTensors, tensor: torch.Tensor, device_bytes: int, plain_bytes: int
     ) -> None:
         self._owner = owner
-        self._reference = StorageWeakRef(storage)
+        self._reference = WeakStorage(tensor)
         self.device_bytes = device_bytes
         self.plain_bytes = plain_bytes
         owner._count(device_bytes, plain_bytes)
@@ -247,19 +247,19 @@ class _Counted(_Token):
 
     def __init__(self, owner: SavedTensors, tensor: torch.Tensor, stored: Stored) -> None:
         self._stored = stored
-        self._restored: StorageWeakRef | None = None
+        self._restored: WeakStorage | None = None
         plain_bytes = stored.elements * stored.dtype.itemsize
-        super().__init__(owner, tensor.untyped_storage(), stored.device_bytes, plain_bytes)
+        super().__init__(owner, tensor, stored.device_bytes, plain_bytes)
 
     def flat(self) -> torch.Tensor:
         """As it was put in."""
         if self._restored is not None:
-            storage = torch.UntypedStorage._new_with_weak_ptr(self._restored.cdata)
+            storage = self._restored.get()
             if storage is not None:
                 empty = torch.empty(0, dtype=self._stored.dtype, device=storage.device)
                 return empty.set_(storage, 0, (self._stored.elements,), (1,))
         flat = self._stored.get()
-        self._restored = StorageWeakRef(flat.untyped_storage())
+        self._restored = WeakStorage(flat)
         return flat
 
 
@@ -311,7 +311,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
     if 2 * reach >= whole:
         return 0, whole
-    return tensor.storage_offset(), reach
+    return int(tensor.storage_offset()), reach
 
 
 def _flat(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:

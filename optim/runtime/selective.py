@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from trine.optim.runtime.weak_storage import WeakStorage
 from trine.record.errors import UsageError
 
-__all__ = ["DEFAULT", "contexts_that_keep", "counting_kept", "require_operators"]
+__all__ = ["DEFAULT", "contexts_that_keep", "counting_kept", "refusing_changed_results", "require_operators"]
 
 #: What is kept where ``checkpointing.operators`` says nothing.
 DEFAULT = ("matmul", "convolution", "attention")
@@ -59,9 +59,8 @@ def contexts_that_keep(
     operators: tuple[str, ...],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """``context_fn`` of ``torch.utils.checkpoint``: around the original forward, and around its recomputation."""
-    found: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
-        create_selective_checkpoint_contexts(functools.partial(_policy, operators))
-    )
+    found: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    found = create_selective_checkpoint_contexts(functools.partial(_policy, operators))  # type: ignore[no-untyped-call]
     return found
 
 
@@ -89,30 +88,48 @@ def _policy(operators: tuple[str, ...], context: Any, operator: Any, *arguments:
         return CheckpointPolicy.PREFER_RECOMPUTE
     if _draws_now(operator, arguments, named):
         return CheckpointPolicy.PREFER_RECOMPUTE
+    given = context.op_output if isinstance(context.op_output, tuple) else (context.op_output,)
+    outputs = [output for output in given if type(output) is torch.Tensor]
+    if _counts.versions is not None:
+        _counts.versions += [(str(operator), output, output._version) for output in outputs]
     if _counts.kept is not None:
-        outputs = context.op_output if isinstance(context.op_output, tuple) else (context.op_output,)
-        _counts.kept += [
-            StorageWeakRef(output.untyped_storage()) for output in outputs if type(output) is torch.Tensor
-        ]
+        _counts.kept += [WeakStorage(output) for output in outputs]
     return CheckpointPolicy.MUST_SAVE
 
 
 class _Counts(threading.local):
-    kept: list[StorageWeakRef] | None = None
+    kept: list[WeakStorage] | None = None
+    versions: list[tuple[str, torch.Tensor, int]] | None = None
 
 
 _counts = _Counts()
 
 
 @contextmanager
+def refusing_changed_results(name: str) -> Iterator[None]:
+    """Raise ``UsageError`` where a kept result is modified in place later on: backward would be given the modified one."""
+    versions: list[tuple[str, torch.Tensor, int]] = []
+    before, _counts.versions = _counts.versions, versions
+    try:
+        yield
+    finally:
+        _counts.versions = before
+    for operator, output, version in versions:
+        if output._version != version:
+            raise UsageError(
+                f"checkpointing.operators keeps the result of {operator} in {name}, which is modified in place after "
+                'it: write that operation out of place (inplace=False), or use checkpointing.mode = "full"'
+            )
+
+
+@contextmanager
 def counting_kept() -> Iterator[Callable[[], int]]:
     """While entered, what selective checkpoints keep is noted; the function gives the bytes of what is still there."""
-    kept: list[StorageWeakRef] = []
+    kept: list[WeakStorage] = []
     before, _counts.kept = _counts.kept, kept
 
     def alive_bytes() -> int:
-        alive = {reference.cdata: reference for reference in kept}.values()
-        storages = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in alive]
+        storages = [weak.get() for weak in {weak.address: weak for weak in kept}.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     try:

@@ -173,7 +173,9 @@ def _parts_match(pattern: list[str], parts: list[str]) -> bool:
 def _check_own_checkpoints(model: Any) -> None:
     """Models that recompute by themselves, or keep what recomputation would add once more."""
     inner = getattr(model, "module", model)
-    if getattr(inner, "is_gradient_checkpointing", False):
+    # Transformers renamed it, and warns of the old name.
+    own = getattr(inner, "is_activation_checkpointing", None)
+    if getattr(inner, "is_gradient_checkpointing", False) if own is None else own:
         raise UsageError(
             f"checkpointing.mode: {type(inner).__name__} recomputes its blocks already: call "
             "gradient_checkpointing_disable() on it, or take the key out"
