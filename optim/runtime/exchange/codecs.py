@@ -90,7 +90,8 @@ class _Chunked:
         """The inverse of :meth:`join`: codes and scales (rows, chunks, 1)."""
         codes_bytes = length * self.code_bits // 8
         codes = unpack(payload[:, :codes_bytes].contiguous(), self.code_bits)
-        scales = payload[:, codes_bytes:].contiguous().view(torch.float32)
+        # A copy, since bytes that do not begin at a multiple of four cannot be seen as floats.
+        scales = payload[:, codes_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         return self.chunks_of(codes), scales.unsqueeze(-1)
 
 
@@ -134,11 +135,12 @@ class Qsgd(_Chunked):
 
     name = "qsgd"
 
-    def __init__(self, generator: torch.Generator, levels: int = 127, chunk: int = CHUNK) -> None:
+    def __init__(self, generator: torch.Generator, levels: int = 127, chunk: int | None = None) -> None:
+        """``chunk``: by default as many elements as keep scales at a sixty-fourth of what is sent."""
         self.generator = generator
         self.levels = levels
-        self.chunk = chunk
         self.code_bits = next(bits for bits in (2, 4, 8) if 2 * levels + 1 <= 2**bits)
+        self.chunk = CHUNK * 8 // self.code_bits if chunk is None else chunk
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes are levels plus ``self.levels``: unsigned."""
@@ -184,7 +186,7 @@ class Ternary(_Chunked):
     name = "terngrad"
     code_bits = 2
 
-    def __init__(self, generator: torch.Generator, chunk: int = CHUNK) -> None:
+    def __init__(self, generator: torch.Generator, chunk: int = 4 * CHUNK) -> None:
         self.generator = generator
         self.chunk = chunk
 
