@@ -52,7 +52,6 @@ def wrap_anew(
         "output_device": given.output_device if given.device_ids else None,
         "dim": given.dim,
         "process_group": given.process_group,
-        "broadcast_buffers": given.broadcast_buffers,
         "find_unused_parameters": given.find_unused_parameters,
         "gradient_as_bucket_view": given.gradient_as_bucket_view,
         "static_graph": given.static_graph,
@@ -64,6 +63,7 @@ def wrap_anew(
         kept["bucket_cap_mb_list"] = [size / _MIB for size in given.bucket_bytes_cap_list]
     given.reducer._remove_autograd_hooks()
     wrapped = DistributedDataParallel(given.module, **{**kept, **options})
+    wrapped.broadcast_buffers = given.broadcast_buffers  # as an argument it is deprecated
     wrapped.require_backward_grad_sync = given.require_backward_grad_sync
     wrapped.train(given.training)
     for hook, state in given._comm_hooks:
