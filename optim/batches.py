@@ -110,7 +110,7 @@ def pieces_of(batch: Any, count: int, key: str = "accumulation.steps") -> list[A
     if size < count:
         raise UsageError(f"{key} = {count}: a batch of {size} cannot be cut so often: use {size}")
     edges = [round(position * size / count) for position in range(count + 1)]
-    return [_cut(batch, start, end) for start, end in pairwise(edges)]
+    return [_cut(batch, start, end, size) for start, end in pairwise(edges)]
 
 
 def pieces_of_size(batch: Any, size: int, key: str = "accumulation.micro_batch") -> list[Any]:
@@ -121,7 +121,7 @@ def pieces_of_size(batch: Any, size: int, key: str = "accumulation.micro_batch")
     whole = _length(batch, f"{key} = {size}")
     if whole <= size:
         return [batch]
-    return [_cut(batch, start, min(start + size, whole)) for start in range(0, whole, size)]
+    return [_cut(batch, start, min(start + size, whole), whole) for start in range(0, whole, size)]
 
 
 def joined(parts: tuple[Any, ...], key: str) -> Any:
@@ -147,6 +147,8 @@ def joined(parts: tuple[Any, ...], key: str) -> Any:
         return torch.cat(parts) if first.dim() else first
     if isinstance(first, Mapping):
         return _rebuilt(first, _columns({name: [part[name] for part in parts] for name in first}, key))
+    if all(_is_plain_list(part) for part in parts) and len(first):
+        return type(first)(value for part in parts for value in part)
     if isinstance(first, (tuple, list)):
         columns = iter([joined(column, key) for column in zip(*parts, strict=True)])
         return _rebuilt(first, lambda _: next(columns))
@@ -204,14 +206,21 @@ def _length(batch: Any, stated: str) -> int:
     return sizes.pop()
 
 
-def _cut(batch: Any, start: int, end: int) -> Any:
+def _cut(batch: Any, start: int, end: int, whole: int) -> Any:
+    """Samples ``start`` to ``end`` of ``whole``; a list of so many strings or numbers is cut too, as captions are."""
     import torch
 
     if isinstance(batch, torch.Tensor):
         return batch[start:end] if batch.dim() else batch
-    if isinstance(batch, Divisible):
-        return batch.part(start, end)
-    return _rebuilt(batch, lambda value: _cut(value, start, end))
+    if _is_plain_list(batch) and len(batch) == whole:
+        return batch[start:end]
+    return _rebuilt(batch, lambda value: _cut(value, start, end, whole))
+
+
+def _is_plain_list(batch: Any) -> bool:
+    return type(batch) in (list, tuple) and all(
+        isinstance(value, (str, bytes, int, float)) for value in batch
+    )
 
 
 def _rebuilt(batch: Any, change: Any) -> Any:

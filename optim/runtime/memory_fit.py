@@ -186,7 +186,7 @@ def untouched(
     gradients = [parameter.grad for parameter in held]
     for parameter in held:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     state = random_state(device)
     # DDP broadcasts buffers in the first forward after a synchronised one; a measurement is no such forward.
     broadcasts = getattr(model, "require_forward_param_sync", None)
@@ -200,8 +200,8 @@ def untouched(
             model.require_forward_param_sync = broadcasts
         restore_random_state(device, state)
         with torch.no_grad():
-            for buffer, copy, version in buffers:
-                if buffer._version != version:
+            for buffer, copy in buffers:
+                if not torch.equal(buffer, copy):  # batch norm's kernel does not count versions
                     buffer.copy_(copy)
                     changed.append(buffer)
         for parameter, gradient in zip(held, gradients, strict=True):
