@@ -39,7 +39,7 @@ def train(rank: int, ranks: int, store: str, how: str, changes: dict[str, Any]) 
         engine.train_step(batch)
     engine.close()
     torch.distributed.destroy_process_group()
-    print(f"rank {rank} trained {engine.step_index} steps", flush=True)
+    sys.stdout.write(f"rank {rank} trained {engine.step_index} steps\n")
 
 
 if __name__ == "__main__":

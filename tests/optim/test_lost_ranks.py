@@ -22,11 +22,11 @@ def _run(folder: Path, how: str, ranks: int, changes: dict[str, Any]) -> list[tu
     environment = dict(
         os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(TESTS), *sys.path[1:]])
     )
+    told = json.dumps(changes)
     began = time.monotonic()
     processes = [
         subprocess.Popen(
-            [sys.executable, str(TESTS / "lost_ranks.py"), str(rank), str(ranks), str(folder / "store"), how]
-            + [json.dumps(changes)],
+            [sys.executable, TESTS / "lost_ranks.py", str(rank), str(ranks), folder / "store", how, told],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
