@@ -33,7 +33,9 @@ def watch_compilation(assembly: Assembly, key: str) -> None:
     """
     if "compile_seconds" in assembly.metrics:
         return
-    watch = CompileWatch(key, assembly.effects)
+    buckets = assembly.config.data.shape_buckets
+    # Each bucket is compiled once; of automatic ones, a few.
+    watch = CompileWatch(key, assembly.effects, max(_TOO_MANY, 8 if buckets == "auto" else len(buckets)))
     assembly.metrics["compile_seconds"] = lambda: watch.step_seconds or None
     assembly.metrics["recompilations"] = lambda: watch.step_recompilations() or None
     assembly.after_step.append(watch.end_step)
@@ -43,13 +45,15 @@ def watch_compilation(assembly: Assembly, key: str) -> None:
 class CompileWatch:
     """Watches the whole process, as PyTorch compiles for all of it."""
 
-    def __init__(self, key: str, effects: list[Effect]) -> None:
+    def __init__(self, key: str, effects: list[Effect], most: int = _TOO_MANY) -> None:
+        """``most``: a function that is compiled anew in so many steps is warned about."""
         self.seconds = 0.0  # of all steps
         self.step_seconds = 0.0  # of the running one
         self.recompiled: Counter[str] = Counter()  # function → steps in which it was compiled anew
         self.warned: set[str] = set()
         self._key = key
         self._effects = effects
+        self._most = most
         self._began = 0.0
         self._step = 0
         self._last_step = 0  # in which something was compiled
@@ -93,7 +97,7 @@ class CompileWatch:
         for name, each in anew.items():
             self.recompiled[name] += 1
             gave_up = "recompile limit" in (each.fail_reason or "").lower()
-            if name not in self.warned and (gave_up or self.recompiled[name] >= _TOO_MANY):
+            if name not in self.warned and (gave_up or self.recompiled[name] >= self._most):
                 self.warned.add(name)
                 logger.warning("%s", self._complaint(name, each, gave_up))
 

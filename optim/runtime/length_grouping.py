@@ -20,8 +20,10 @@ from trine.record.errors import UsageError
 
 __all__ = ["MEGA_BATCH", "MOST_READ", "LengthGroupedBatches", "length_grouped", "lengths_of_dataset"]
 
-#: Batches whose samples are sorted together.
+#: Batches whose samples are sorted together, at most; and into how many mega-batches an epoch is divided, at least: else a
+#: small dataset's batches would be the same in every epoch.
 MEGA_BATCH = 50
+LEAST_MEGA_BATCHES = 4
 #: Samples that are read to measure them where the dataset does not say its lengths.
 MOST_READ = 20_000
 
@@ -51,7 +53,8 @@ class LengthGroupedBatches:
         self.slots_before = 0
         indices = iter(self.sampler)
         size = self.batch_size
-        for mega in iter(lambda: list(islice(indices, MEGA_BATCH * size)), []):
+        together = max(1, min(MEGA_BATCH, len(self) // LEAST_MEGA_BATCHES)) * size
+        for mega in iter(lambda: list(islice(indices, together)), []):
             if self.drop_last:  # what the sampler gave last, not what is shortest
                 mega = mega[: len(mega) // size * size]
             before = [

@@ -97,16 +97,30 @@ def apply(assembly: Assembly) -> None:
         options = {"fallback_random": True}
     elif _has_dropout(assembly.model):
         note += "; dropout draws other random numbers"
+    dynamic = _dynamic(assembly.config)
     if wanted == "model":
-        assembly.model.compile(options=options)
+        assembly.model.compile(options=options, dynamic=dynamic)
         assembly.effects.append(Effect(KEYS[0], "eager", "the whole model", note))
     else:
         blocks = repeated_blocks(assembly.model)
         for block in blocks:
-            block.compile(options=options)
+            block.compile(options=options, dynamic=dynamic)
         kind = type(blocks[0]).__name__
         assembly.effects.append(Effect(KEYS[0], "eager", f"{len(blocks)} blocks of {kind}", note))
     watch_compilation(assembly, KEYS[0])
+
+
+def _dynamic(config: Config) -> bool | None:
+    """Padded to buckets, shapes are few and worth their own code; PyTorch would make the second one dynamic."""
+    buckets = config.data.shape_buckets
+    if not buckets:
+        return None
+    import torch
+
+    # PyTorch gives up after recompile_limit shapes of one function, and runs it uncompiled; one more for a last batch.
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 16 if buckets == "auto" else len(buckets) + 1)
+    return False
 
 
 def _has_dropout(model: torch.nn.Module) -> bool:

@@ -51,6 +51,6 @@ def apply(assembly: Assembly) -> None:
 
     assembly.loaders.append(regroup)
     assembly.effects.append(
-        Effect(KEYS[0], "the sampler's order", f"sorted within {MEGA_BATCH} batches", "the batches shuffled")
+        Effect(KEYS[0], "the sampler's order", f"sorted within {MEGA_BATCH} batches at most", "the batches shuffled")
     )
     count_padding(assembly, KEYS[0], lambda: made[0].slots_before if made else 0)
