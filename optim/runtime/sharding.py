@@ -262,12 +262,12 @@ def sharded_units(model: nn.Module) -> list[nn.Module]:
     found = [member for members in _lists(model, whole) for member in members]
     times = Counter(id(module) for module in found)
     uses: Counter[int] = Counter()
-    for module in model.modules():
+    for _, module in model.named_modules(remove_duplicate=False):
         uses.update(id(p) for p in module.parameters(recurse=False))
     units = []
     for member in found:
         inside: Counter[int] = Counter()
-        for module in member.modules():
+        for _, module in member.named_modules(remove_duplicate=False):
             inside.update(id(p) for p in module.parameters(recurse=False))
         alone = all(uses[key] == count for key, count in inside.items())
         if inside and alone and times[id(member)] == 1:
@@ -377,28 +377,37 @@ def _keep_in_step(
 
 
 def _forget_unreduced(modules: Sequence[FSDPModule], root: FSDPModule) -> None:
-    """Micro-batches that were not synchronised leave whole gradients inside FSDP2, which ``zero_grad`` does not see."""
-    reset = getattr(root, "reset_iter_state", None)
-    if reset is not None:  # from PyTorch 2.13 on
-        reset()
-        return
+    """Micro-batches that were not synchronised leave whole gradients inside FSDP2, which ``zero_grad`` does not see.
+
+    Nor does ``reset_iter_state``, whatever its documentation says; it ends what an exception left half done.
+    """
     for module in modules:
         for group in module._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+    reset = getattr(root, "reset_iter_state", None)  # from PyTorch 2.13 on
+    if reset is not None:
+        reset()
+        return
+    for module in modules:
         module.reshard()
 
 
 def _keep_statistics_alike(model: nn.Module) -> None:
-    """Running statistics of rank 0 before each training forward, as DistributedDataParallel does; FSDP2 does not."""
+    """Running statistics of rank 0 before a forward, as DistributedDataParallel does; FSDP2 does not."""
     kinds = torch.nn.modules.batchnorm._NormBase
     tracked = [m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats]
     buffers = [b for m in tracked for b in m.buffers(recurse=False)]
     if not buffers:
         return
 
+    since = {"trained": False}
+
     def broadcast(module: nn.Module, arguments: Any) -> None:
-        if module.training:
+        if module.training or since["trained"]:  # also before the first evaluation after training
+            since["trained"] = module.training
             works = [distributed.broadcast(buffer, 0, async_op=True) for buffer in buffers]
             for work in works:
                 work.wait()
