@@ -212,6 +212,8 @@ def _cut(batch: Any, start: int, end: int, whole: int) -> Any:
 
     if isinstance(batch, torch.Tensor):
         return batch[start:end] if batch.dim() else batch
+    if isinstance(batch, Divisible):
+        return batch.part(start, end)
     if _is_plain_list(batch) and len(batch) == whole:
         return batch[start:end]
     return _rebuilt(batch, lambda value: _cut(value, start, end, whole))
