@@ -228,7 +228,76 @@ _DATA_PARALLEL = (
     ),
     Case("no overlap on 2", {"communication.overlap": False}, ranks=2, optimizer="sgd"),
 )
-_COMPRESSION: tuple[Case, ...] = ()
+_COMPRESSED = {"communication.compression": "int8"}
+_COMPRESSION = (
+    Case("bf16 gradients", {"communication.compression": "bf16"}, 2, "float32", 2e-3),
+    Case("bf16 gradients on 4", {"communication.compression": "bf16"}, 4, "float32", 2e-3),
+    Case("fp16 gradients", {"communication.compression": "fp16"}, 2, "float32", 6e-4),
+    Case("int8 gradients", _COMPRESSED, 2, "float32", 5e-3, by_last=True),
+    Case("int8 gradients on 4", _COMPRESSED, 4, "float32", 5e-3, by_last=True),
+    Case("int8 gradients, sgd", _COMPRESSED, 2, "float32", 2e-3, "sgd", by_last=True),
+    Case("qsgd gradients", {"communication.compression": "qsgd"}, 2, "float32", 5e-3, by_last=True),
+    Case(
+        "powersgd gradients",
+        {"communication.compression": "powersgd", "communication.compression_warmup_steps": 4},
+        2,
+        "float32",
+        0.1,
+        by_last=True,
+    ),
+    Case(
+        "onebit gradients",
+        {"communication.compression": "onebit", "communication.compression_warmup_steps": 4},
+        2,
+        "float32",
+        0.2,
+        by_last=True,
+    ),
+    Case("terngrad gradients", {"communication.compression": "terngrad"}, 2, "float32", 0.2, by_last=True),
+    Case("int8 gradients + zero 3", {**_COMPRESSED, "zero.stage": 3}, 2, "float32", 5e-3, by_last=True),
+    Case(
+        "bf16 gradients + zero 2", {"communication.compression": "bf16", "zero.stage": 2}, 2, "float32", 2e-3
+    ),
+    Case(
+        "onebit gradients + zero 3",
+        {"communication.compression": "onebit", "zero.stage": 3},
+        2,
+        "float32",
+        0.2,
+        by_last=True,
+    ),
+    Case(
+        "int8 weights + zero 3",
+        {"zero.quantized_weights": True, "zero.stage": 3},
+        2,
+        "float32",
+        1e-2,
+        by_last=True,
+    ),
+    Case("int8 gradients + zero 1", {**_COMPRESSED, "zero.stage": 1}, 2, "float32", 5e-3, by_last=True),
+    Case(
+        "int8 gradients + accumulation",
+        {**_COMPRESSED, "accumulation.steps": 2},
+        2,
+        "float32",
+        5e-3,
+        by_last=True,
+    ),
+    Case(
+        "int8 gradients + bf16", {**_COMPRESSED, "precision.dtype": "bf16"}, 2, "float32", 7e-3, by_last=True
+    ),
+    Case(
+        "int8 gradients + fp16", {**_COMPRESSED, "precision.dtype": "fp16"}, 2, "float32", 6e-3, by_last=True
+    ),
+    Case(
+        "int8 gradients + small buckets + views",
+        {**_COMPRESSED, "communication.bucket_mib": 0.05, "communication.gradient_as_view": True},
+        2,
+        "float32",
+        5e-3,
+        by_last=True,
+    ),
+)
 _NODES_OF_TWO = {"TRINE_RANKS_PER_NODE": "2"}
 _TOPOLOGY = (
     Case("ring on 2", {"communication.algorithm": "ring"}, ranks=2, optimizer="sgd"),
