@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trine.record.errors import UsageError
 
-__all__ = ["DdpTimes", "cannot_be_wrapped_anew", "wrap", "wrap_anew"]
+__all__ = ["DdpTimes", "cannot_be_wrapped_anew", "hook_of", "wrap", "wrap_anew"]
 
 _MIB = 2**20
 #: DDP times its first ten backwards, then one in a hundred.
@@ -31,10 +31,21 @@ def cannot_be_wrapped_anew(given: torch.nn.Module) -> str | None:
         return "mixed_precision, which belongs to this wrapper: use precision.dtype instead"
     if given._delay_all_reduce_params:
         return "delay_all_reduce_named_params, whose hooks belong to this wrapper"
-    hook = str(given._get_ddp_logging_data().get("comm_hook", ""))
-    if not given._comm_hooks and hook.startswith("BuiltinCommHookType"):
-        return f"the built-in communication hook {hook.rpartition('.')[2]}: use communication.compression instead"
+    hook = hook_of(given)
+    if hook and not given._comm_hooks:
+        return f"the built-in communication hook {hook}: use communication.compression instead"
     return None
+
+
+def hook_of(given: torch.nn.Module) -> str | None:
+    """The name of the communication hook that a program's own wrapper has; built-in ones are in no Python list."""
+    if not isinstance(given, DistributedDataParallel):
+        return None
+    if given._comm_hooks:
+        hook, _ = given._comm_hooks[0]
+        return str(getattr(hook, "__name__", type(hook).__name__))
+    known = str(given._get_ddp_logging_data().get("comm_hook", ""))
+    return known.rpartition(".")[2] if known.startswith("BuiltinCommHookType") else None
 
 
 def wrap_anew(

@@ -128,7 +128,9 @@ def _require_compression(config: Config) -> None:
 
 
 def _check_model(facts: Facts) -> None:
-    if getattr(facts.model, "_comm_hooks", None):
+    from trine.optim.runtime.replicas import hook_of
+
+    if hook_of(facts.model):
         raise UsageError(
             f"{_COMPRESSION}: this DistributedDataParallel has a communication hook of its own; drop the key, or give "
             "the model without the hook"

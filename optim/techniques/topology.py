@@ -108,11 +108,13 @@ def _check_algorithm(config: Config, facts: Facts) -> None:
         )
     if config.communication.algorithm == "two_level":
         _check_levels(topology)
-    hooks = getattr(facts.model, "_comm_hooks", None)
-    if hooks:
+    from trine.optim.runtime.replicas import hook_of
+
+    hook = hook_of(facts.model)
+    if hook:
         raise UsageError(
-            f"{_ALGORITHM}: this DistributedDataParallel has a communication hook of its own; drop the key, or give "
-            "the model without the hook"
+            f"{_ALGORITHM}: this DistributedDataParallel has a communication hook of its own, {hook}; drop the key, or "
+            "give the model without the hook"
         )
     sparse = [name for name, each in facts.model.named_modules() if getattr(each, "sparse", False) is True]
     if sparse:
