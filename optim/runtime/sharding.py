@@ -30,7 +30,15 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["mesh_of", "rows_of", "shard_like", "shard_model", "shard_optimizer", "sharded_units"]
+__all__ = [
+    "mesh_of",
+    "rows_of",
+    "same_start",
+    "shard_like",
+    "shard_model",
+    "shard_optimizer",
+    "sharded_units",
+]
 
 #: Lists of like modules that hold less of the model than this stay with the root: a gather of its own would not pay.
 _LEAST_SHARE = 0.05
@@ -152,7 +160,7 @@ def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
     if isinstance(model, DistributedDataParallel):
         model = retire(model)
     else:
-        _same_start(model, facts.device)
+        same_start(model, facts.device)
     policies = _policies(assembly, model)
     mesh = mesh_of(facts.device_type, replicas, shards)
     before = dict(model.named_parameters())
@@ -227,7 +235,7 @@ def _policies(assembly: Assembly, model: nn.Module) -> _Policies:
     )
 
 
-def _same_start(model: nn.Module, device: torch.device) -> None:
+def same_start(model: nn.Module, device: torch.device) -> None:
     """Parameters and buffers of rank 0 on all ranks, as DistributedDataParallel does; fully_shard does not.
 
     Without it, ranks that were seeded apart train a model that is pieced together from all of them, silently.

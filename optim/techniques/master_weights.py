@@ -66,6 +66,14 @@ def check(config: Config, facts: Facts) -> None:
             "precision.master_weights: the model has float64 parameters, which fp32 masters would round: drop the key, "
             "or convert the model to float32"
         )
+    if config.zero.stage < 2:
+        from trine.optim.runtime.replicas import cannot_be_wrapped_anew
+
+        lost = cannot_be_wrapped_anew(facts.model)
+        if lost:
+            raise UsageError(
+                f"precision.master_weights wraps the model anew, and this DistributedDataParallel has {lost}"
+            )
     if isinstance(facts.optimizer, torch.optim.LBFGS):
         raise UsageError(
             "precision.master_weights: LBFGS keeps its own list of parameters, so masters cannot be put under it: use "
@@ -100,13 +108,16 @@ def apply(assembly: Assembly) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from trine.optim.runtime.masters import Masters, lower
+    from trine.optim.runtime.replicas import wrap_anew
+    from trine.optim.runtime.sharding import same_start
 
+    wrapped = isinstance(assembly.model, DistributedDataParallel)
+    if assembly.facts.ranks > 1 and not wrapped:
+        same_start(assembly.model, assembly.facts.device)  # DDP would do so for the rounded values alone
     dtype = _storage(assembly)
     before = {p.dtype for p in assembly.model.parameters() if p.is_floating_point()}
     originals = lower(assembly.model, dtype)
     if isinstance(assembly.model, DistributedDataParallel):  # its buckets are of the old type
-        from trine.optim.techniques.data_parallel import wrap_anew
-
         assembly.model = wrap_anew(assembly.model, {})
     names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in before))
     assembly.effects.append(
