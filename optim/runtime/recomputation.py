@@ -37,6 +37,8 @@ __all__ = ["RecomputationWatch", "install"]
 
 #: PyTorch's name for comparing shape, dtype and device; what every checkpoint uses that does not say otherwise.
 _CHECK = "default"
+_CHUNK = 2**22  # elements
+_SEEDS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -203,7 +205,7 @@ class _Saved:
     metadata: dict[str, Any]
     sums: (
         torch.Tensor
-    )  # (6,), int64: checksum, weighted checksum; then float64 bits: norm and three projections
+    )  # (6,), int64: checksum, weighted checksum; then float64 bits: square norm, three projections
 
     def __ne__(self, other: object) -> bool:
         if not isinstance(other, _Saved):
@@ -227,29 +229,42 @@ class _Saved:
         if torch.equal(mine[:2], theirs[:2]):
             return None
         a, b = mine[2:].view(torch.float64), theirs[2:].view(torch.float64)
-        size = max(float(a[0]), float(b[0]))
+        size = math.sqrt(max(float(a[0]), float(b[0])))
         difference = float((a[1:] - b[1:]).square().mean().sqrt())
         return float("inf") if size == 0 or math.isnan(difference) else difference / size
 
 
 def _checksums(tensor: torch.Tensor) -> torch.Tensor:
-    """Two checksums of the bits, the norm, and three projections on signs: E⟨δ, ±1⟩² = ‖δ‖² measures a difference."""
+    """Two checksums of the bits, the square norm, and three projections on signs: E⟨δ, ±1⟩² = ‖δ‖² measures a difference.
+
+    A chunk at a time, because the numbers are eight bytes wide and activations fill memory as it is.
+    """
     if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    number = torch.arange(flat.numel(), device=flat.device)
-    bits = flat.to(torch.uint8) if flat.dtype == torch.bool else flat.view(_WHOLE[flat.element_size()])
-    bits = bits.to(torch.int64)
-    whole = torch.stack([bits.sum(), (bits * (number + 1)).sum()])  # modulo 2^64
+    sums = torch.zeros(6, dtype=torch.int64, device=flat.device)
     wide = torch.float32 if flat.device.type == "mps" else torch.float64
-    values = flat.to(wide)
-    # Multiplicative hashing (Knuth, volume 3, 6.4): signs that no generator was asked for.
-    projections = [
-        (values * (((number + 1) * factor >> 16 & 1) * 2 - 1)).sum()
-        for factor in (2654435761, 2246822519, 3266489917)
-    ]
-    sizes = torch.stack([values.square().sum().sqrt(), *projections]).to(torch.float64)
-    return torch.cat([whole, sizes.view(torch.int64)])
+    sizes = torch.zeros(4, dtype=wide, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        number = torch.arange(start + 1, start + 1 + part.numel(), device=flat.device)
+        bits = part.to(torch.uint8) if part.dtype == torch.bool else part.view(_WHOLE[part.element_size()])
+        bits = bits.to(torch.int64)
+        sums[:2] += torch.stack([bits.sum(), (bits * number).sum()])  # modulo 2^64
+        values = part.to(wide)
+        sizes += torch.stack(
+            [values.square().sum(), *((values * _signs(number, seed)).sum() for seed in _SEEDS)]
+        )
+    sums[2:] = sizes.to(torch.float64).view(torch.int64)
+    return sums
+
+
+def _signs(number: torch.Tensor, seed: int) -> torch.Tensor:
+    """1 or -1 for each number, mixed as Appleby's MurmurHash3 finalises: signs that no generator was asked for."""
+    mixed = number * seed
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA6B
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
+    return ((mixed ^ (mixed >> 16)) & 1) * 2 - 1
 
 
 def _words(original: _Saved, region: str, apart: float) -> str:
