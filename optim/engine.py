@@ -214,10 +214,10 @@ class Engine(Persistent):
             return self.model(*arguments, **named)
 
     @_naming_lost_ranks
-    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
+    def backward(self, loss: torch.Tensor, count: float | torch.Tensor | None = None) -> None:
         """Add this micro-batch's gradients. ``count``: tokens that ``loss`` is the mean of, to weigh it by."""
         emit("phase", name="backward")
-        self._update.backward(loss, 1.0 if count is None else float(count), count is not None)
+        self._update.backward(loss, 1.0 if count is None else count, count is not None)
 
     @_naming_lost_ranks
     def step(self) -> bool:

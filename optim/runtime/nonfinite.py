@@ -13,7 +13,7 @@ every gradient would cost as much as a seventh of the optimizer; by default two 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,9 +25,24 @@ from trine.record.errors import TrainingError
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["Policy", "Watch", "counts_nothing", "leaves_of", "local", "zero_gradients"]
+__all__ = [
+    "Policy",
+    "Watch",
+    "counts_nothing",
+    "is_zero_of_nothing",
+    "leaves_of",
+    "local",
+    "unread",
+    "zero_gradients",
+]
 
 Policy = Literal["raise", "skip", "allow"]
+
+#: Flags beside those of parameters.
+_ELSEWHERE, _NOTHING = "a shard of another rank", "no valid token"
+
+#: Losses whose gradients are zero, not 0/0, where no target is valid.
+_ZERO_OF_NOTHING = ("NllLossBackward", "NllLoss2DBackward", "ChunkedLinearCrossEntropy")
 
 _WAY_OUT = (
     'lower the learning rate, clip the gradients (clip_norm) or look at the batch; nonfinite="skip" in trine.optimize '
@@ -42,7 +57,7 @@ class Watch:
         self._assembly = assembly
         self._policy = policy
         self._flags: torch.Tensor | None = None  # of the step that runs, where the answer can wait
-        self._deferred: tuple[int, list[str], torch.Tensor, torch.cuda.Event] | None = None
+        self._deferred: tuple[int, list[str], torch.Tensor, Callable[[], None]] | None = None
         self._loss: torch.Tensor | None = None  # sum of the step's losses on this rank
 
     @property
@@ -54,8 +69,12 @@ class Watch:
 
     @property
     def waits(self) -> bool:
-        """Whether the answer is needed before the update. On a device it is read a step later, unless steps are skipped."""
-        return self._assembly.facts.device_type != "cuda" or self._policy == "skip"
+        """Whether the answer is needed before the update: always but on a device, where it is read a step later.
+
+        There too when steps are to be skipped, or a loss scaler waits for its own answer anyway.
+        """
+        asynchronous = self._assembly.facts.device_type == "cuda"
+        return not asynchronous or self._policy == "skip" or self._assembly.scaler is not None
 
     def saw(self, loss: torch.Tensor) -> None:
         """Remember a micro-batch's loss: it tells which rank a fault came from."""
@@ -69,43 +88,46 @@ class Watch:
         gradients = [
             _part(local(p.grad), whole) for p in self._assembly.parameters.values() if p.grad is not None
         ]
-        if self._assembly.facts.device_type == "cpu":
+        if self.waits and self._assembly.facts.device_type == "cpu":
             return _count_on_cpu(gradients)
         self._flags = _flags(gradients, self._assembly.facts.device)
         return self._flags.sum()
 
-    def defer(self, step: int, agreed: torch.Tensor | None) -> None:
+    def defer(self, step: int, agreed: torch.Tensor | None, nothing: torch.Tensor | None = None) -> None:
         """On a device: have this step's flags copied to the host, to be read at the next step.
 
-        ``agreed``: how many there are over all ranks, where ranks hold different gradients.
+        ``agreed``: how many there are over all ranks, where ranks hold different gradients. ``nothing``: whether no token
+        was valid.
         """
         if self._flags is None:
             return
         names = [name for name, p in self._assembly.parameters.items() if p.grad is not None]
-        flags = self._flags
-        if agreed is not None:
-            names.append("a shard of another rank")
-            flags = torch.cat([flags, (agreed > 0).to(flags.dtype).reshape(1)])
-        kept = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-        kept.copy_(flags, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._deferred = (step, names, kept, event)
+        flags = [self._flags]
+        for extra, value in ((_ELSEWHERE, agreed), (_NOTHING, nothing)):
+            if value is not None:
+                names.append(extra)
+                flags.append((value > 0).to(self._flags.dtype).reshape(1))
+        self._deferred = (step, names, *_on_its_way(torch.cat(flags)))
         self._flags = None
 
     def read_deferred(self) -> None:
         """Raise ``TrainingError`` where the step before had such gradients. Waits for that step's backward alone."""
         if self._deferred is None:
             return
-        step, names, flags, event = self._deferred
+        step, names, flags, arrive = self._deferred
         self._deferred = None
-        event.synchronize()
+        arrive()
         found = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+        if _NOTHING in found:
+            raise TrainingError(
+                f"optimizer step {step}: no batch held a valid token, so the loss had no mean. On a device this is read one "
+                'step late; the update was one of zero gradients. Leave such batches out, or pass nonfinite="skip"'
+            )
         if found:
             raise TrainingError(
                 f"optimizer step {step}: the gradient of {found[0]} was not finite ({len(found)} of {len(names)} "
-                "gradients). On a device this is read one step late, so the parameters have taken it "
-                f"in: go back to a checkpoint, then {_WAY_OUT}"
+                "gradients). On a device this is read one step late, so the parameters have taken it in: go back to a "
+                f"checkpoint, then {_WAY_OUT}"
             )
 
     def forget(self) -> None:
@@ -180,31 +202,60 @@ def _flags(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return (~torch.isfinite(torch.stack([norm.float() for norm in norms]))).float()
 
 
+def _on_its_way(flags: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A copy on the host, and what to call before it is read. The device goes on meanwhile."""
+    if flags.device.type != "cuda":
+        return flags.cpu(), lambda: None
+    kept = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    kept.copy_(flags, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return kept, event.synchronize
+
+
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
 
 
+def unread(value: Any) -> bool:
+    """Whether a number is on a device, so that to know it is to wait for it."""
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
 def counts_nothing(weight: Any) -> bool:
     """Whether a weight is known to be zero without waiting for a device."""
-    if isinstance(weight, torch.Tensor):
-        return weight.device.type == "cpu" and float(weight) == 0.0
-    return float(weight) == 0.0
+    return not unread(weight) and float(weight) == 0.0
 
 
 @contextmanager
-def zero_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Iterator[None]:
+def zero_gradients(
+    model: torch.nn.Module, loss: torch.Tensor, where: torch.Tensor | None = None
+) -> Iterator[None]:
     """While open, a backward of ``loss`` adds exact zeros, whatever it computes, and takes part in all exchanges.
 
     The loss of a micro-batch without valid tokens is 0/0, and NaN times its weight of zero is still NaN. Hooks of leaf
-    tensors run before gradients are accumulated or put into a bucket.
+    tensors run before gradients are accumulated or put into a bucket. ``where``: only where this flag is set, which is
+    on the device and not read.
     """
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradient) if where is None else gradient.masked_fill(where, 0.0)
+
     leaves = {id(leaf): leaf for leaf in (*model.parameters(), *leaves_of(loss)) if leaf.requires_grad}
-    handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves.values()]
+    handles = [leaf.register_hook(hook) for leaf in leaves.values()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def is_zero_of_nothing(loss: torch.Tensor) -> bool:
+    """Whether this loss has gradients of zero where nothing counts, as cross-entropy with ignored targets has."""
+    node: Any = loss.grad_fn
+    while node is not None and node.name().startswith(("ToCopyBackward", "MulBackward")):
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith(_ZERO_OF_NOTHING)
 
 
 def leaves_of(loss: torch.Tensor) -> Iterable[torch.Tensor]:

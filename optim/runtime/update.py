@@ -11,7 +11,15 @@ import torch
 from torch import distributed
 
 from trine.optim.runtime.agreement import Agreement
-from trine.optim.runtime.nonfinite import Policy, Watch, counts_nothing, local, zero_gradients
+from trine.optim.runtime.nonfinite import (
+    Policy,
+    Watch,
+    counts_nothing,
+    is_zero_of_nothing,
+    local,
+    unread,
+    zero_gradients,
+)
 from trine.record.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -69,15 +77,13 @@ class Update:
         else:  # samples: each rank divides by its own sum
             weight = weight / self._unit_of(weight, agree=False)
         self._watch.saw(loss)
-        if counted and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
-            # Not known here without waiting: zero must weigh nothing, also times the NaN of 0/0.
-            loss = torch.where(weight == 0, torch.zeros_like(loss), loss)
-        scaler = self._assembly.scaler
-        scaled = loss if scaler is None else scaler.scale(loss)
-        if isinstance(weight, float) and weight == 1.0:
-            scaled.backward()  # type: ignore[no-untyped-call]
-        else:
-            (scaled * weight).backward()
+        nothing: torch.Tensor | None = None
+        if counted and unread(weight):  # zero must weigh nothing, also times the NaN of 0/0
+            nothing = weight == 0
+            sound = is_zero_of_nothing(loss)
+            loss = torch.where(nothing, torch.zeros_like(loss), loss)
+            nothing = None if sound else nothing
+        self._run_backward(loss, weight, nothing)
         self._weight = self._weight + weight
         part = loss.detach()
         if not (isinstance(weight, float) and weight == 1.0):
@@ -173,6 +179,17 @@ class Update:
         groups = self._assembly.optimizer.param_groups
         return [p.grad for group in groups for p in group["params"] if p.grad is not None]
 
+    def _run_backward(self, loss: torch.Tensor, weight: Any, nothing: torch.Tensor | None) -> None:
+        scaler = self._assembly.scaler
+        scaled = loss if scaler is None else scaler.scale(loss)
+        if not (isinstance(weight, float) and weight == 1.0):
+            scaled = scaled * weight
+        if nothing is None:
+            scaled.backward()  # type: ignore[no-untyped-call]
+            return
+        with zero_gradients(self._assembly.model, loss, nothing):
+            scaled.backward()  # type: ignore[no-untyped-call]
+
     def _backward_of_nothing(self, loss: torch.Tensor) -> None:
         """No token was valid: nothing is added, but other ranks wait for this one's part in their exchange."""
         if self._assembly.facts.ranks > 1:
@@ -213,8 +230,8 @@ class Update:
         totals = self._agreement.settle()
         total: Any = totals["weight"] / ranks if together else self._weight
         self._loss = self._mean_loss(totals if together else None)
-        if isinstance(total, torch.Tensor) and total.device.type != "cpu" and not self._watch.waits:
-            self._watch.defer(self.steps, totals.get("non_finite"))
+        if unread(total) and not self._watch.waits:
+            self._watch.defer(self.steps, totals.get("non_finite"), total == 0)
             self._multiply(torch.where(total == 0, torch.zeros_like(total), 1.0 / total))
             return True
         total = float(total)
@@ -244,7 +261,7 @@ class Update:
             if totals is None:
                 return torch.full((), math.nan, dtype=self._dtype, device=device)
             return (totals["loss"] / totals["weight"]).to(self._dtype)
-        if isinstance(weight, torch.Tensor) and weight.device.type != "cpu" and totals is not None:
+        if unread(weight) and totals is not None:
             overall = (totals["loss"] / totals["weight"]).to(own.dtype)
             return torch.where(weight == 0, overall, own / weight)
         return own if isinstance(weight, float) and weight == 1.0 else own / weight

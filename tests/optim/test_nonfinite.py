@@ -237,3 +237,56 @@ def test_looking_costs_well_under_a_hundredth_of_a_step() -> None:
         model.zero_grad()
     logging.getLogger("trine").debug("shares of a step: %s", ratios)
     assert sorted(ratios)[1] < 0.01
+
+
+# --- as on a device, where nothing is read before its time -----------------------------------
+
+
+@pytest.fixture
+def device_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts that are tensors are not read, and flags are read one step late: the path of CUDA devices."""
+    from trine.optim.runtime import nonfinite, update
+
+    def is_tensor(value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    monkeypatch.setattr(nonfinite, "unread", is_tensor)
+    monkeypatch.setattr(update, "unread", is_tensor)
+    monkeypatch.setattr(nonfinite.Watch, "waits", property(lambda watch: watch._policy == "skip"))
+
+
+@pytest.mark.usefixtures("device_like")
+def test_what_is_read_late_says_so() -> None:
+    model = cases.model_of()
+    engine = cases.engine_of(model, cases.divided_loss)
+    engine.train_step(cases.tokens(0, 6))
+    engine.train_step(cases.tokens(1, 6, bad=math.inf))  # not known yet
+    with pytest.raises(TrainingError) as raised:
+        engine.train_step(cases.tokens(2, 6))
+    said = str(raised.value)
+    assert said.startswith("optimizer step 1: the gradient of 0.weight was not finite (1 of 5")
+    assert "read one step late" in said and "checkpoint" in said
+
+
+@pytest.mark.usefixtures("device_like")
+@pytest.mark.parametrize("loss", ["ignoring", "divided"])
+def test_a_count_that_is_not_read_can_be_zero(loss: str) -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        mean, count = cases.LOSSES[loss](model, batch)
+        return mean, torch.as_tensor(count, dtype=torch.float64)
+
+    inputs, targets = cases.tokens(0, 6)
+    targets[2:4] = -100
+    plain = cases.model_of()
+    exact, _ = cases.ignoring_loss(plain, (inputs, targets))
+    exact.backward()
+    model = cases.model_of()
+    engine = cases.engine_of(model, loss_fn, {"accumulation.steps": 3})
+    assert float(engine.train_step((inputs, targets))) == pytest.approx(float(exact.detach()), rel=1e-12)
+    for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, reference - 0.1 * reference.grad, rtol=1e-12, atol=1e-14)
+    before = cases.values(model)
+    engine.train_step(cases.masked(inputs, targets, 0))
+    assert cases.values(model) == before  # zero gradients, not NaN
+    with pytest.raises(TrainingError, match="optimizer step 1: no batch held a valid token"):
+        engine.train_step((inputs, targets))
