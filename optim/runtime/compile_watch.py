@@ -59,6 +59,7 @@ class CompileWatch:
         self._last_step = 0  # in which something was compiled
         self._reported = False
         self._functions: set[str] = set()
+        self._names: dict[str, str] = {}  # PyTorch's number of a function → its name
         self._seen = self._newest()
         self._fresh: list[Any] | None = None  # metrics of this step, once read
         self.close = _listen(self)
@@ -73,13 +74,14 @@ class CompileWatch:
 
     def step_recompilations(self) -> int:
         """Functions that were compiled anew in this step."""
-        return sum(bool(each.recompile_reason) for each in self._of_step()) if self.step_seconds else 0
+        return sum(bool(each.recompile_reason) for each in self._of_step())
 
     def end_step(self) -> None:
         """After each step: nothing in one that compiled nothing but the report of those before."""
         self._step += 1
-        if self.step_seconds:
+        if self._of_step():  # PyTorch's giving up takes no time, and is told here alone
             self._account()
+        if self.step_seconds:
             self.seconds += self.step_seconds
             self.step_seconds = 0.0
             self._last_step = self._step
@@ -90,7 +92,7 @@ class CompileWatch:
     def _account(self) -> None:
         anew: dict[str, Any] = {}
         for each in self._of_step():
-            name = _name_of(each)
+            name = self._names.get(_number_of(each), "a function")
             self._functions.add(name)
             if each.recompile_reason:
                 anew[name] = each
@@ -102,7 +104,7 @@ class CompileWatch:
                 logger.warning("%s", self._complaint(name, each, gave_up))
 
     def _complaint(self, name: str, metrics: Any, gave_up: bool) -> str:
-        reason = " ".join(str(metrics.recompile_reason).split())
+        reason = _reason_of(metrics)
         shapes = "size mismatch" in reason or "dynamic" in reason or ".size()" in reason
         way_out = (
             "give batches few shapes (data.shape_buckets, data.packing)"
@@ -116,7 +118,7 @@ class CompileWatch:
         )
         return (
             f"{self._key}: {name} was compiled anew in {self.recompiled[name]} of {self._step} steps, the last time "
-            f"because of {reason}; {cost}. To end it {way_out}, or take the key out"
+            f"because this no longer held: {reason}; {cost}. To end it {way_out}, or take the key out"
         )
 
     def _report(self) -> None:
@@ -136,10 +138,11 @@ class CompileWatch:
     def _of_step(self) -> list[Any]:
         """Metrics of forward compilations since the last step."""
         if self._fresh is None:
-            every = torch._dynamo.utils.get_compilation_metrics()
+            every = torch._dynamo.utils.get_compilation_metrics()  # the newest 64
             since = [each for each in every if (each.start_time_us or 0) > self._seen]
             self._seen = max([self._seen, *(each.start_time_us or 0 for each in since)])
-            self._fresh = [each for each in since if each.is_forward is not False and each.co_name]
+            self._names |= {_number_of(each): _name_of(each) for each in every if each.co_name}
+            self._fresh = [each for each in since if each.is_forward is not False and each.compile_id]
         return self._fresh
 
     @staticmethod
@@ -150,6 +153,18 @@ class CompileWatch:
 def _name_of(metrics: Any) -> str:
     path = Path(metrics.co_filename or "?")
     return f"{metrics.co_name} ({path.parent.name}/{path.name}:{metrics.co_firstlineno})"
+
+
+def _number_of(metrics: Any) -> str:
+    """``3`` of ``3/1``, the second compilation of the function that PyTorch numbers 3; its limit records no name."""
+    return str(metrics.compile_id).partition("/")[0]
+
+
+def _reason_of(metrics: Any) -> str:
+    """``flavour == 'a'`` of ``0/1: flavour == 'a'   # the line of source`` and a stack."""
+    line = str(metrics.recompile_reason).splitlines()[0].partition("  #")[0]
+    number, _, rest = line.partition(": ")
+    return (rest if "/" in number else line).strip()
 
 
 def _listen(watch: CompileWatch) -> weakref.finalize[Any, Any]:

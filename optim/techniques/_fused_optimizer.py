@@ -95,7 +95,7 @@ def _best(optimizer: torch.optim.Optimizer) -> str | None:
     ):
         return "fused"
     # A subclass may step by itself and never look; PyTorch's own all read it.
-    is_pytorchs = kind.__module__.startswith("torch.optim.")
+    is_pytorchs = kind.__module__.split(".")[:2] == ["torch", "optim"]
     return "foreach" if is_pytorchs and "foreach" in optimizer.defaults else None
 
 

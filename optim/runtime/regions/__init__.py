@@ -13,6 +13,9 @@ outer ``torch.compile`` they are plain operators, which that one fuses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch._compile import _disable_dynamo
 
@@ -76,7 +79,7 @@ def layer_norm(
     """Layer norm over the last dimension, (..., H) to the same; weight and bias (H)."""
     how = implementation("layer_norm", x)
     if how == "liger" and weight is not None and bias is not None:
-        return _kernel("layer_norm", x)(x, weight, bias, eps)
+        return _tensor(_kernel("layer_norm", x)(x, weight, bias, eps))
     if how != "compiled":
         return bodies.layer_norm(x, weight, bias, eps)
     rows = _rows(x)
@@ -94,7 +97,7 @@ def rms_norm(
         eps = torch.finfo(x.dtype).eps
     how = implementation("rms_norm", x)
     if how == "liger" and weight is not None:
-        return _kernel("rms_norm", x)(x, weight, eps, offset)
+        return _tensor(_kernel("rms_norm", x)(x, weight, eps, offset))
     if how != "compiled":
         return bodies.rms_norm(x, weight, eps, offset)
     rows = _rows(x)
@@ -110,7 +113,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> tor
         raise ValueError(f"activation {activation!r} is none of {ACTIVATIONS}")
     how = implementation("gated", gate)
     if how == "liger" and activation != "gelu":  # its GeGLU is the one with tanh
-        return _kernel("gated", gate)(gate, up, activation)
+        return _tensor(_kernel("gated", gate)(gate, up, activation))
     if how == "pytorch":
         return bodies.gated(gate, up, activation)
     gates, ups = _rows(gate), _rows(up)
@@ -141,7 +144,7 @@ def bias_dropout_residual(
         return _tensor(done).view(residual.shape)
     own = x.device.type == "cpu" and training and 0.0 < p < 1.0 and not torch.compiler.is_compiling()
     if own and torch.is_grad_enabled() and type(x).__name__ != "DTensor":
-        return _tensor(BiasDropoutResidual.apply(x, bias, residual, p))
+        return _tensor(BiasDropoutResidual.apply(x, bias, residual, p))  # type: ignore[no-untyped-call]
     return bodies.bias_dropout_residual(x, bias, residual, p, training)
 
 
@@ -235,7 +238,7 @@ def _linear_cross_entropy(
             return _tensor(kernel(rows.to(dtype), weight.to(dtype), wanted, bias, ignored))
         size = chunk or rows_of_a_chunk(len(rows), rows.shape[1], len(weight))
         training = torch.is_grad_enabled()
-        loss = ChunkedLinearCrossEntropy.apply(
+        loss = ChunkedLinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
             rows, weight, bias, wanted, ignored, size, dtype, mean, training
         )
     return _tensor(loss)
@@ -250,7 +253,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _kernel(region: str, x: torch.Tensor):  # type: ignore[no-untyped-def]
+def _kernel(region: str, x: torch.Tensor) -> Callable[..., Any]:
     kernel = kernel_for(region, x)
     assert kernel is not None
     return kernel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -20,11 +21,9 @@ __all__ = ["kernel_for", "liger"]
 def liger() -> ModuleType | None:
     """Liger's functions; ``None`` where it is not installed, or not for this PyTorch."""
     try:
-        from liger_kernel.transformers import functional
+        return import_module("liger_kernel.transformers.functional")
     except ImportError:
         return None
-    found: ModuleType = functional
-    return found
 
 
 def kernel_for(region: str, x: torch.Tensor) -> Callable[..., Any] | None:

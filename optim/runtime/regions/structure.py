@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -74,13 +75,13 @@ def _parts(module: nn.Module) -> Iterator[Part]:
         found = find(module)
         if found is not None:
             name, function, forward = found
-            yield Part(name, module, function, lambda forward=forward: _replace(module, forward))  # type: ignore[misc]
+            yield Part(name, module, function, partial(_replace, module, forward))
             return
     if hasattr(module, "q_proj") and hasattr(module, "k_proj"):
         home = sys.modules.get(type(module).__module__)
         theirs = getattr(home, "apply_rotary_pos_emb", None)
         if theirs is not None and (getattr(theirs, "_is_trines", False) or _rotates_halves(theirs)):
-            yield Part("rotary", module, "rotary", lambda: _replace_rotary(home, theirs))
+            yield Part("rotary", module, "rotary", partial(_replace_rotary, home, theirs))
 
 
 def _replace(module: nn.Module, forward: Forward) -> None:
@@ -113,7 +114,8 @@ def _norm_of_pytorch(module: nn.Module) -> Found:
 
 def _rms_norm(module: nn.Module) -> Found:
     """Transformers' Llama norms scale by their weight, Gemma's by one more: the numbers say which."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    weight: Any = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", None)
     eps = getattr(module, "eps", None) if eps is None else eps
     if (
         not type(module).__name__.endswith("RMSNorm")
@@ -128,7 +130,8 @@ def _rms_norm(module: nn.Module) -> Found:
         ) -> torch.Tensor:
             return regions.rms_norm(hidden_states, self.weight, eps, offset)
 
-        if _agree(module, len(weight), lambda x, o=offset: regions.bodies.rms_norm(x, weight, eps, o)):  # type: ignore[misc]
+        reference = partial(regions.bodies.rms_norm, weight=weight, eps=eps, offset=offset)
+        if _agree(module, len(weight), reference):
             return "norm", "rms_norm", forward
     return None
 
@@ -137,7 +140,7 @@ def _rms_norm(module: nn.Module) -> Found:
 
 
 def _gated_feed_forward(module: nn.Module) -> Found:
-    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
     if activation is None or not all(_is_plain(getattr(part, "weight", None), 2) for part in parts):
         return None
@@ -148,10 +151,10 @@ def _gated_feed_forward(module: nn.Module) -> Found:
 
     gate, up, down = parts
 
-    def reference(x: torch.Tensor) -> torch.Tensor:
-        return down(regions.bodies.gated(gate(x), up(x), activation))  # type: ignore[misc, no-any-return]
+    def reference(x: torch.Tensor) -> Any:
+        return down(regions.bodies.gated(gate(x), up(x), activation))
 
-    return ("mlp", "gated", forward) if _agree(module, gate.weight.shape[1], reference) else None  # type: ignore[union-attr]
+    return ("mlp", "gated", forward) if _agree(module, gate.weight.shape[1], reference) else None
 
 
 # --- rotary positions --------------------------------------------------------------------------
