@@ -106,3 +106,35 @@ def on_ranks(rank: int, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> l
             runs.append(train(changes, model, optim_cases.batches(2, 2, rank, 2)))
         found.append((runs[0].is_bitwise(runs[1]), f"{changed}: {runs[0].losses} {runs[1].losses}"))
     return found
+
+
+def stored_under_sharding(rank: int) -> tuple[int, int]:
+    """Saved tensors that a store was given under ZeRO-3, and how many of them had a parameter's shape."""
+    from trine.optim.runtime.low_precision import LowPrecision
+
+    seen: list[tuple[int, ...]] = []
+    choose = LowPrecision.choose
+
+    def noting(store: LowPrecision, tensor: torch.Tensor) -> Any:
+        found = choose(store, tensor)
+        if found is not None:
+            seen.append(tuple(tensor.shape))
+        return found
+
+    put = LowPrecision.put
+    stored: list[tuple[int, ...]] = []
+
+    def noting_put(store: LowPrecision, flat: torch.Tensor) -> Any:
+        stored.append(seen[-1])
+        return put(store, flat)
+
+    model = optim_cases.small_gpt(hidden=48)  # no activation has a parameter's shape
+    shapes = {tuple(p.shape) for p in model.parameters()} | {
+        tuple(reversed(p.shape)) for p in model.parameters()
+    }
+    LowPrecision.choose, LowPrecision.put = noting, noting_put  # type: ignore[method-assign]
+    try:
+        train({"zero.stage": 3, "activations.dtype": "bf16"}, model, optim_cases.batches(2, 2, rank, 2))
+    finally:
+        LowPrecision.choose, LowPrecision.put = choose, put  # type: ignore[method-assign]
+    return len(stored), sum(shape in shapes for shape in stored)

@@ -52,7 +52,10 @@ class LowPrecision:
     def put(self, flat: torch.Tensor) -> Stored:
         """Round and keep, or hand on."""
         scale = _scale(flat, self._dtype) if self._dtype is not torch.bfloat16 else None
-        low = (flat if scale is None else flat * scale).to(self._dtype)
+        scaled = flat if scale is None else flat * scale
+        if self._dtype is torch.float8_e4m3fn:  # it has no infinity, and conversion would make 448 of one
+            scaled = scaled.masked_fill(~flat.isfinite(), float("nan"))
+        low = scaled.to(self._dtype)
         return _Rounded(low if self._inner is None else self._inner.put(low), scale, flat)
 
     def _is_rounded(self, tensor: torch.Tensor) -> bool:

@@ -155,8 +155,7 @@ class SavedTensors:
     def _store_for(self, tensor: torch.Tensor) -> Store | None:
         if self.store is None or tensor.untyped_storage().nbytes() < LEAST_BYTES:
             return None
-        store = self.store.choose(tensor)
-        return None if store is None or self.is_parameter(tensor) else store
+        return None if self.is_parameter(tensor) else self.store.choose(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
