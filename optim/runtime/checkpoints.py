@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +32,7 @@ from trine.optim.runtime.training_state import (
     model_tensors,
     optimizer_slots,
     rank_state,
+    require_same_groups,
     restore_rank_state,
     state_tensors,
 )
@@ -95,6 +98,7 @@ def load(folder: str | Path, assembly: Assembly, scheduler: Any) -> int:
     masters = masters_of(assembly)
     wanted.update((key, value) for key, value in masters.items() if key in saved)
     _require_fitting(folder, wanted, saved)
+    require_same_groups(assembly, own)
     slots = _empty_slots(assembly, saved)
     for (name, key), value in slots.items():
         wanted[f"optimizer/{name}/{key}"] = value
@@ -136,6 +140,7 @@ def restore(state: Mapping[str, Any], assembly: Assembly, scheduler: Any) -> int
     masters = masters_of(assembly)
     wanted.update((key, value) for key, value in masters.items() if key in saved)
     _require_fitting("the state", wanted, saved)
+    require_same_groups(assembly, state["own"])
     slots = _empty_slots(assembly, saved)
     for (name, key), value in slots.items():
         wanted[f"optimizer/{name}/{key}"] = value
@@ -185,12 +190,12 @@ def _write_tensors(partial: Path, folder: Path, assembly: Assembly) -> None:
             warnings.filterwarnings(
                 "ignore", "torch.distributed is", UserWarning
             )  # of one process alone: as meant
-            dcp.save(
+            state_dict_saver.save(
                 state_tensors(assembly),
-                storage_writer=dcp.FileSystemWriter(partial),
+                storage_writer=FileSystemWriter(partial),
                 no_dist=assembly.facts.ranks == 1,
             )
-    except (dcp.api.CheckpointException, OSError) as error:
+    except (CheckpointException, OSError) as error:
         raise UsageError(f"cannot write the checkpoint {folder}: {_reason(error)}") from error
 
 
@@ -263,7 +268,7 @@ def _read_own(folder: Path, rank: int) -> dict[str, Any]:
 def _saved_tensors(folder: Path) -> dict[str, Any]:
     """Name → DCP's description (``size``, ``properties.dtype``) of every tensor in the checkpoint."""
     try:
-        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        found = FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:  # a pickle: any error can come of a damaged one
         raise UnreadableInput(f"{folder / '.metadata'} of the checkpoint cannot be read: {error}") from error
     return {key: value for key, value in found.items() if isinstance(value, TensorStorageMetadata)}
@@ -300,8 +305,8 @@ def _read_tensors(folder: Path, wanted: dict[str, torch.Tensor], ranks: int) -> 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-            dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=ranks == 1)
-    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+            state_dict_loader.load(wanted, storage_reader=FileSystemReader(folder), no_dist=ranks == 1)
+    except (CheckpointException, OSError, RuntimeError) as error:
         raise UnreadableInput(f"the checkpoint {folder} is damaged: {_reason(error)}") from error
 
 

@@ -38,7 +38,7 @@ class Gathering:
     def _start(self, bucket: list[nn.Parameter]) -> tuple[list[nn.Parameter], torch.Tensor, distributed.Work]:
         lengths = [self._length(parameter) for parameter in bucket]
         own = bucket[0].new_zeros(sum(lengths))
-        for parameter, piece in zip(bucket, own.split(lengths), strict=True):
+        for parameter, piece in zip(bucket, torch.split(own, lengths), strict=True):
             rows = self._rows(parameter, self._place)
             piece[: rows.numel()].copy_(rows.reshape(-1))
         gathered = own.new_empty(self._shards * own.numel())
@@ -50,7 +50,7 @@ class Gathering:
         for place, flat in enumerate(gathered.chunk(self._shards)):
             if place == self._place:
                 continue
-            for parameter, piece in zip(bucket, flat.split(lengths), strict=True):
+            for parameter, piece in zip(bucket, torch.split(flat, lengths), strict=True):
                 rows = self._rows(parameter, place)
                 rows.copy_(piece[: rows.numel()].view(rows.shape))
 

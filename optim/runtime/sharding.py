@@ -11,7 +11,7 @@ Shards are DTensors: their norm is that of the whole, and ``full_tensor()`` give
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trine.optim.runtime.adoption import replace_parameters, retire
 from trine.optim.runtime.gathering import Gathering
+from trine.optim.runtime.shard_units import odd_dtypes, sharded_units
 from trine.optim.techniques._assembly import Effect
 from trine.record.errors import UsageError
 
@@ -39,9 +40,6 @@ __all__ = [
     "shard_optimizer",
     "sharded_units",
 ]
-
-#: Lists of like modules that hold less of the model than this stay with the root: a gather of its own would not pay.
-_LEAST_SHARE = 0.05
 
 _meshes: dict[tuple[int, str, int, int], tuple[Any, DeviceMesh]] = {}
 
@@ -168,18 +166,20 @@ def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
     blocks = sharded_units(model)
     reshard: bool | int | None = config.zero.reshard_after_forward
     keys: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars or None}
-    inside = {"reshard_after_forward": (config.zero.stage == 3) if reshard is None else reshard}
+    inside: dict[str, Any] = {
+        "reshard_after_forward": (config.zero.stage == 3) if reshard is None else reshard
+    }
     # Of the root, the first thing that backward needs is what forward used last: freeing it saves nothing.
-    outside = {"reshard_after_forward": reshard if config.zero.stage == 3 else False}
+    outside: dict[str, Any] = {"reshard_after_forward": reshard if config.zero.stage == 3 else False}
     if policies.wide is not None:
         for norm in [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]:
             fully_shard(norm, mp_policy=policies.wide, **keys, **inside)
     for block in blocks:
-        for odd in _odd_dtypes(block):
+        for odd in odd_dtypes(block):
             fully_shard(odd, mp_policy=policies.inner, **keys, **inside)
         if not isinstance(block, FSDPModule):
             fully_shard(block, mp_policy=policies.inner, **keys, **inside)
-    for odd in _odd_dtypes(model, blocks):
+    for odd in odd_dtypes(model, blocks):
         fully_shard(odd, mp_policy=policies.inner, **keys, **inside)
     fully_shard(model, mp_policy=policies.root, **keys, **outside)
     assembly.model = model
@@ -258,69 +258,6 @@ def same_start(model: nn.Module, device: torch.device) -> None:
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
-
-
-def sharded_units(model: nn.Module) -> list[nn.Module]:
-    """Modules that are gathered and freed on their own: members of the outermost lists of like modules.
-
-    A member that shares a parameter with another or with the rest, or stands in the lists twice, is left to the root:
-    two groups would shard one parameter twice.
-    """
-    whole = sum(p.numel() for p in model.parameters())
-    found = [member for members in _lists(model, whole) for member in members]
-    times = Counter(id(module) for module in found)
-    uses: Counter[int] = Counter()
-    for _, module in model.named_modules(remove_duplicate=False):
-        uses.update(id(p) for p in module.parameters(recurse=False))
-    units = []
-    for member in found:
-        inside: Counter[int] = Counter()
-        for _, module in member.named_modules(remove_duplicate=False):
-            inside.update(id(p) for p in module.parameters(recurse=False))
-        alone = all(uses[key] == count for key, count in inside.items())
-        if inside and alone and times[id(member)] == 1:
-            units.append(member)
-    return units
-
-
-def _lists(module: nn.Module, whole: int) -> Iterable[list[nn.Module]]:
-    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2:
-        members = list(module)
-        held = sum(p.numel() for p in module.parameters())
-        if len({type(member) for member in members}) == 1 and held >= _LEAST_SHARE * whole:
-            yield members
-            return
-    for child in module.children():
-        yield from _lists(child, whole)
-
-
-def _odd_dtypes(unit: nn.Module, but: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """Submodules to shard on their own since FSDP2 wants one dtype a group: those without the unit's main dtype.
-
-    Raises ``UsageError`` for a module that itself holds several.
-    """
-    apart = {id(module) for skipped in but for module in skipped.modules()}
-    modules = [module for module in unit.modules() if id(module) not in apart]
-    sizes: Counter[torch.dtype] = Counter()
-    for module in modules:
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and parameter.dim():
-                sizes[parameter.dtype] += parameter.numel()
-    if len(sizes) < 2:
-        return []
-    main = sizes.most_common(1)[0][0]
-    odd = []
-    for module in modules:
-        kinds = {p.dtype for p in module.parameters(recurse=False) if p.requires_grad and p.dim()}
-        if len(kinds) > 1:
-            listed = " and ".join(sorted(map(str, kinds)))
-            raise UsageError(
-                f"zero.stage: a {type(module).__name__} holds parameters of {listed}, and FSDP2 shards one dtype a "
-                "module: convert it to one, or use zero.stage = 1"
-            )
-        if kinds and kinds != {main} and module is not unit:
-            odd.append(module)
-    return odd
 
 
 def _adopt(

@@ -32,6 +32,7 @@ __all__ = [
     "model_tensors",
     "optimizer_slots",
     "rank_state",
+    "require_same_groups",
     "restore_rank_state",
     "state_tensors",
 ]
@@ -105,11 +106,10 @@ def rank_state(assembly: Assembly, scheduler: Any) -> dict[str, Any]:
         plain = {key: value for key, value in values.items() if not isinstance(value, torch.Tensor)}
         if plain:
             numbers[name] = plain
-    names = iter(name for name, _ in optimizer_slots(assembly))
     groups = assembly.optimizer.param_groups
     return {
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
-        "names": [[next(names) for _ in group["params"]] for group in groups],
+        "names": _names_by_group(assembly),
         "numbers": numbers,
         "extra": {
             plain_name(name): value
@@ -126,7 +126,8 @@ def restore_rank_state(
     assembly: Assembly, scheduler: Any, state: Mapping[str, Any], same_ranks: bool
 ) -> None:
     """Take it back. Random streams and what techniques keep are a rank's own: left alone unless ``same_ranks``."""
-    _restore_groups(assembly, state)
+    for group, saved in zip(assembly.optimizer.param_groups, state["groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key not in _OF_THE_RUN})
     by_name = dict(optimizer_slots(assembly))
     for name, values in state["numbers"].items():
         assembly.optimizer.state[by_name[name]].update(values)
@@ -151,17 +152,19 @@ def _own(assembly: Assembly) -> dict[str, Stateful]:
     return {name: each for name, each in assembly.state.items() if name not in _BY_NAME}
 
 
-def _restore_groups(assembly: Assembly, state: Mapping[str, Any]) -> None:
-    names = iter(name for name, _ in optimizer_slots(assembly))
-    groups = assembly.optimizer.param_groups
-    ours = [[next(names) for _ in group["params"]] for group in groups]
+def require_same_groups(assembly: Assembly, state: Mapping[str, Any]) -> None:
+    """Raise ``UnreadableInput`` where the optimizer's groups hold other parameters than those that were saved."""
+    ours = _names_by_group(assembly)
     if ours != state["names"]:
         raise UnreadableInput(
             f"the checkpoint's optimizer has groups of {[len(each) for each in state['names']]} parameters, this one "
             f"{[len(each) for each in ours]}, or in another order: make the groups as they were when it was saved"
         )
-    for group, saved in zip(groups, state["groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key not in _OF_THE_RUN})
+
+
+def _names_by_group(assembly: Assembly) -> list[list[str]]:
+    names = iter(name for name, _ in optimizer_slots(assembly))
+    return [[next(names) for _ in group["params"]] for group in assembly.optimizer.param_groups]
 
 
 def _random_streams(device: torch.device) -> dict[str, Any]:
