@@ -98,6 +98,73 @@ _PRECISION = (
         )
         for stage in (1, 3)
     ),
+    *(
+        Case(
+            f"bf16 master weights + {name}",
+            {"precision.dtype": "bf16", "precision.master_weights": True, **changes},
+            ranks=2,
+            dtype="float32",
+            tolerance=tolerance,
+            slow=slow,
+        )
+        for name, changes, tolerance, slow in (
+            (
+                "fused and sdpa on 2",
+                {"compute.fuse": ["optimizer"], "compute.attention": "sdpa"},
+                2e-3,
+                False,
+            ),
+            (
+                "views and small buckets on 2",
+                {"communication.gradient_as_view": True, "communication.bucket_mib": 0.05},
+                2e-3,
+                True,
+            ),
+            (
+                "views and accumulation 2 on 2",
+                {"communication.gradient_as_view": True, "accumulation.steps": 2},
+                2e-3,
+                True,
+            ),
+            ("compression to int8 on 2", {"communication.compression": "int8"}, 4e-3, False),
+            ("zero 1 and accumulation 2 on 2", {"zero.stage": 1, "accumulation.steps": 2}, 2e-3, True),
+            ("a delayed update on 2", {"accumulation.delayed": True}, 2e-3, True),
+            ("compiled blocks on 2", {"compute.compile": "blocks"}, 2e-3, True),
+        )
+    ),
+    *(
+        Case(
+            f"fp16 + {name}",
+            {"precision.dtype": "fp16", **changes},
+            ranks=2,
+            dtype="float32",
+            tolerance=tolerance,
+            slow=slow,
+        )
+        for name, changes, tolerance, slow in (
+            ("compression to fp16 on 2", {"communication.compression": "fp16"}, 6e-4, False),
+            ("compression to int8 on 2", {"communication.compression": "int8"}, 2e-3, True),
+            (
+                "full checkpointing and sdpa on 2",
+                {"checkpointing.mode": "full", "compute.attention": "sdpa"},
+                6e-4,
+                True,
+            ),
+            (
+                "zero 1, fused and accumulation 2 on 2",
+                {"zero.stage": 1, "compute.fuse": ["optimizer"], "accumulation.steps": 2},
+                6e-4,
+                True,
+            ),
+            (
+                "master weights and zero 3 on 2",
+                {"precision.master_weights": True, "zero.stage": 3},
+                6e-4,
+                True,
+            ),
+            ("compiled blocks on 2", {"compute.compile": "blocks"}, 6e-4, True),
+        )
+    ),
     Case(
         "fp16 + accumulation 2 on 2",
         {"precision.dtype": "fp16", "accumulation.steps": 2},
@@ -107,8 +174,63 @@ _PRECISION = (
     ),
     Case("fp32 said aloud", {"precision.dtype": "fp32"}, tolerance=0.0),
 )
+#: The sample's parts as Llama has them, all of which can be fused.
+_LLAMA = {"norm": "rms", "mlp": "swiglu", "positions": "rotary"}
+_REGIONS = ["norm", "mlp", "rotary", "bias_dropout_residual", "cross_entropy"]
 _FUSED = (
     Case("fused optimizer", {"compute.fuse": ["optimizer"]}),
+    Case("fused cross-entropy", {"compute.fuse": ["cross_entropy"]}),
+    Case("fused cross-entropy on 2", {"compute.fuse": ["cross_entropy"]}, ranks=2, optimizer="sgd"),
+    Case("fused dropout and residual", {"compute.fuse": ["bias_dropout_residual"]}, model={"dropout": 0.2}),
+    *(
+        Case(f"fused {name}", {"compute.fuse": [name]}, model=_LLAMA, slow=True)
+        for name in ("norm", "mlp", "rotary")
+    ),
+    Case(
+        "fused regions in fp32",
+        {"compute.fuse": _REGIONS},
+        dtype="float32",
+        tolerance=1e-5,
+        model=_LLAMA,
+        slow=True,
+    ),
+    *(
+        Case(
+            f"fused regions + {name}", {"compute.fuse": _REGIONS, **changes}, ranks=2, model=_LLAMA, slow=True
+        )
+        for name, changes in (
+            ("small buckets on 2", {"communication.bucket_mib": 2.0, "communication.first_bucket_mib": 1.0}),
+            ("accumulation 2 on 2", {"accumulation.steps": 2}),
+            ("full checkpointing on 2", {"checkpointing.mode": "full"}),
+            ("zero 3 on 2", {"zero.stage": 3}),
+        )
+    ),
+    Case(
+        "fused regions + packing",
+        {"compute.fuse": _REGIONS, "data.packing": True},
+        data="documents",
+        model=_LLAMA,
+        slow=True,
+    ),
+    Case("compiled blocks", {"compute.compile": "blocks"}, slow=True),
+    Case("compiled blocks with dropout", {"compute.compile": "blocks"}, model={"dropout": 0.2}, slow=True),
+    Case("compiled model in fp32", {"compute.compile": "model"}, dtype="float32", tolerance=1e-5, slow=True),
+    Case(
+        "compiled blocks + bf16",
+        {"compute.compile": "blocks", "precision.dtype": "bf16"},
+        dtype="float32",
+        tolerance=2e-3,
+        slow=True,
+    ),
+    *(
+        Case(f"compiled {what} + {name} on 2", {"compute.compile": what, **changes}, ranks=2, slow=True)
+        for what, name, changes in (
+            ("blocks", "fused regions", {"compute.fuse": ["norm", "mlp", "cross_entropy", "optimizer"]}),
+            ("blocks", "full checkpointing", {"checkpointing.mode": "full"}),
+            ("blocks", "zero 3", {"zero.stage": 3}),
+            ("model", "data parallel", {}),
+        )
+    ),
     Case("sdpa", {"compute.attention": "sdpa"}, dtype="float32", tolerance=1e-5),
 )
 _SEQUENCES = (
@@ -145,6 +267,60 @@ _SEQUENCES = (
         data="documents",
         dtype="float32",
         tolerance=2e-3,
+    ),
+    *(
+        Case(
+            f"packing + zero {stage} on 2",
+            {"data.packing": True, "zero.stage": stage},
+            ranks=2,
+            data="documents",
+            optimizer="adamw" if stage == 1 else "sgd",
+        )
+        for stage in (1, 2, 3)
+    ),
+    Case("packing + checkpointing", {"data.packing": True, "checkpointing.mode": "full"}, data="documents"),
+    Case(
+        "packing + global batch 8 in 2 on 2",
+        {"data.packing": True, "accumulation.global_batch": 8, "accumulation.steps": 2},
+        ranks=2,
+        data="documents",
+        optimizer="sgd",
+    ),
+    Case(
+        "packing + fp16 + sdpa",
+        {"data.packing": True, "precision.dtype": "fp16", "compute.attention": "sdpa"},
+        data="documents",
+        dtype="float32",
+        tolerance=6e-4,
+    ),
+    Case(
+        "packing, rotary positions",
+        {"data.packing": True},
+        data="documents",
+        model={"positions": "rotary", "norm": "rms", "mlp": "swiglu"},
+    ),
+    Case(
+        "packing + fused regions",
+        {
+            "data.packing": True,
+            "compute.fuse": ["bias_dropout_residual", "mlp", "norm", "rotary", "cross_entropy", "optimizer"],
+        },
+        data="documents",
+        dtype="float32",
+        tolerance=1e-5,
+        model={"positions": "rotary", "norm": "rms", "mlp": "swiglu"},
+        slow=True,
+    ),
+    *(
+        Case(
+            f"packing + compiled {what}",
+            {"data.packing": True, "data.packed_length": 64, "compute.compile": what},
+            data="documents",
+            dtype="float32",
+            tolerance=1e-5,
+            slow=True,
+        )
+        for what in ("blocks", "model")
     ),
     Case("shape buckets", {"data.shape_buckets": [16, 32]}, data="documents"),
     Case("shape buckets on 2", {"data.shape_buckets": [8, 32]}, ranks=2, data="documents", optimizer="sgd"),
@@ -331,6 +507,39 @@ _TOPOLOGY = (
         {"communication.algorithm": "ring", "communication.bucket_mib": "auto"},
         ranks=4,
         optimizer="sgd",
+    ),
+    Case(
+        "ring + zero 1 on 2",
+        {"communication.algorithm": "ring", "zero.stage": 1},
+        ranks=2,
+        optimizer="sgd",
+    ),
+    Case(
+        "tree + fp16 autocast on 2",
+        {"communication.algorithm": "tree", "precision.dtype": "fp16"},
+        ranks=2,
+        dtype="float32",
+        tolerance=6e-4,
+    ),
+    Case(
+        "ring + bucket auto + master weights on 2",
+        {
+            "communication.algorithm": "ring",
+            "communication.bucket_mib": "auto",
+            "precision.dtype": "bf16",
+            "precision.master_weights": True,
+        },
+        ranks=2,
+        dtype="float32",
+        tolerance=2e-3,
+    ),
+    Case(
+        "bucket auto + compiled blocks on 2",
+        {"communication.bucket_mib": "auto", "compute.compile": "blocks"},
+        ranks=2,
+        dtype="float32",
+        tolerance=1e-5,
+        slow=True,
     ),
     Case(
         "tree + bf16 compression on 4",

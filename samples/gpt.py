@@ -250,8 +250,8 @@ def loss_of(model: nn.Module, batch: Any) -> Any:
     """Mean cross-entropy of the next token, in nats.
 
     ``batch``: ids and targets, both (batch, sequence). Or a mapping, padded or packed, whose rows hold different numbers
-    of tokens, for ``(mean, tokens)``: ``input_ids`` and ``labels``, the same ids with -100 where there is no loss; and
-    ``positions`` and ``documents`` where rows are packed.
+    of tokens, for ``(mean, tokens)``: ``input_ids`` and ``labels``, the same ids with -100 where there is no loss, or
+    ``ids`` and ``targets``, the next ids; and ``positions`` and ``documents`` where rows are packed.
     """
     if isinstance(batch, Mapping):
         return _loss_of_documents(model, batch)
@@ -262,7 +262,10 @@ def loss_of(model: nn.Module, batch: Any) -> Any:
 def _loss_of_documents(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean over all tokens that have a next one, and how many they are; nought where there is none."""
     packing = {name: batch[name] for name in ("positions", "documents") if name in batch}
-    targets = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    if "targets" in batch:
+        ids, targets = batch["ids"], batch["targets"]
+    else:
+        ids, targets = batch["input_ids"], functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     count = (targets != IGNORED).sum()
-    total = model(batch["input_ids"], targets=targets, reduction="sum", **packing)
+    total = model(ids, targets=targets, reduction="sum", **packing)
     return total / count.clamp(min=1), count
