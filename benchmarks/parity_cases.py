@@ -128,7 +128,6 @@ _PRECISION = (
             ),
             ("compression to int8 on 2", {"communication.compression": "int8"}, 4e-3, False),
             ("zero 1 and accumulation 2 on 2", {"zero.stage": 1, "accumulation.steps": 2}, 2e-3, True),
-            ("a delayed update on 2", {"accumulation.delayed": True}, 2e-3, True),
             ("compiled blocks on 2", {"compute.compile": "blocks"}, 2e-3, True),
         )
     ),
