@@ -96,7 +96,7 @@ def bucket_tuning_link(alpha_s: float, bytes_per_s: float) -> Any:
     return Link(alpha_s, bytes_per_s, "gloo", 2, "a test")
 
 
-def own_loop_through_the_decision(rank: int, ranks: int) -> Any:
+def own_loop_through_the_decision(rank: int, ranks: int, micro_batches: int, extra: dict[str, Any]) -> Any:
     """A loop of the user's own that keeps ``engine.model``: losses and parameters against the run that never rewraps."""
 
     def run(steps_to_measure: int) -> Any:
@@ -114,12 +114,15 @@ def own_loop_through_the_decision(rank: int, ranks: int) -> Any:
             engine = trine.optimize(
                 model,
                 torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-                {"communication": {"bucket_mib": "auto"}},
+                trine.Config().with_changes(
+                    {"communication.bucket_mib": "auto", "accumulation.steps": micro_batches, **extra}
+                ),
             )
             kept = engine.model
             losses = []
-            for ids, targets in engine.steps(optim_cases.batches(9, 2, rank, ranks)):
-                loss = loss_of(kept, (ids, targets))
+            for ids, targets in engine.steps(optim_cases.batches(12, 2, rank, ranks)):
+                logits = kept(ids) if micro_batches == 1 else engine(ids)
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
                 engine.backward(loss)
                 engine.step()
                 losses.append(float(loss.detach()))

@@ -51,7 +51,7 @@ class BucketTuning:
         self._told = told
         self._least_bytes = least_bytes
         self._first_cap_bytes = first_cap_bytes
-        self._parameters = [p for p in assembly.model.parameters() if p.requires_grad]
+        self._parameters: list[torch.nn.Parameter] = []
         self._steps = 0
         self._marks: dict[int, Any] = {}  # parameter's place → time or event, of the step that runs
         self._measured: list[dict[int, Any]] = []
@@ -70,13 +70,17 @@ class BucketTuning:
         self._steps += 1
         if self._steps == WARM_UP_STEPS:
             self._listen()
-        elif self._hooks and self._marks:
-            self._measured.append(self._marks)
+        elif self._hooks:
+            if self._marks and len(self._measured) < MEASURED_STEPS:
+                self._measured.append(self._marks)
             self._marks = {}
-            if len(self._measured) == MEASURED_STEPS:
+            # In a loop of the user's own a step may end between two micro-batches: not while gradients are pending.
+            if len(self._measured) == MEASURED_STEPS and all(p.grad is None for p in self._parameters):
                 self._decide()
 
     def _listen(self) -> None:
+        # Only now: techniques that come after this one may have replaced parameters.
+        self._parameters = [p for p in self._assembly.model.parameters() if p.requires_grad]
         on_device = self._assembly.facts.device_type == "cuda"
 
         def hook_of(place: int) -> Callable[[torch.Tensor], None]:

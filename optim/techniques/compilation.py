@@ -42,7 +42,8 @@ NUMERICS = (
     "except on CPUs"
 )
 
-#: torch._dynamo's DDPOptimizer asserts that no bucket is smaller than DDP's first one.
+#: torch._dynamo's DDPOptimizer, which sees every graph compiled inside DDP's forward, asserts that no bucket is smaller
+#: than DDP's first one.
 LEAST_BUCKET_MIB = 1.0
 
 
@@ -70,17 +71,6 @@ def check(config: Config, facts: Facts) -> None:
         raise UsageError(
             f'compute.compile = "blocks": {type(facts.model).__name__} has no list of like modules '
             '(an nn.ModuleList of two or more): use compute.compile = "model"'
-        )
-    bucket = config.communication.bucket_mib
-    if (
-        wanted == "model"
-        and facts.ranks > 1
-        and isinstance(bucket, (int, float))
-        and bucket < LEAST_BUCKET_MIB
-    ):
-        raise UsageError(
-            f'communication.bucket_mib = {bucket:g} is too small for compute.compile = "model": PyTorch cuts the '
-            f'graph at buckets of {LEAST_BUCKET_MIB:g} MiB or more. Use that, or compute.compile = "blocks"'
         )
 
 

@@ -87,6 +87,7 @@ def check(config: Config, facts: Facts) -> None:
                     f"{_OVERLAP} = false sends all gradients in one bucket after backward, and {key} cuts them: "
                     "drop one of them"
                 )
+    _check_compiled(config, facts)
     if wanted or config.communication.nccl:
         _check_wrapper(wanted[0] if wanted else "communication.nccl", facts)
 
@@ -135,6 +136,27 @@ def best_bucket_bytes(gradient_bytes: int, alpha_s: float, bytes_per_s: float) -
 
 
 # --- parts -------------------------------------------------------------------------------------
+
+
+def _compiled_key(config: Config) -> str | None:
+    """The key by which something is compiled inside DDP's forward."""
+    if config.compute.compile is not False:
+        return "compute.compile"
+    return "compute.fuse" if set(config.compute.fuse) - {"optimizer"} else None
+
+
+def _check_compiled(config: Config, facts: Facts) -> None:
+    compiled = _compiled_key(config)
+    if compiled is None or facts.ranks == 1:
+        return
+    size = max(
+        (config[key] for key in (_BUCKET, _FIRST) if isinstance(config[key], (int, float))), default=None
+    )
+    if config[_BUCKET] not in (None, "auto") and size is not None and size < LEAST_BUCKET_MIB:
+        raise UsageError(
+            f"{_BUCKET} = {size:g} is too small for {compiled}: PyTorch cuts compiled graphs at DDP's buckets and takes "
+            f"none below {LEAST_BUCKET_MIB:g} MiB. Use that, or drop one of them"
+        )
 
 
 def _check_wrapper(key: str, facts: Facts) -> None:
@@ -193,6 +215,7 @@ class _Automatic:
     """The first guess by the √ rule, and what will decide later."""
 
     def __init__(self, assembly: Assembly) -> None:
+        from trine.optim.runtime.buckets import LEAST_CAP_BYTES
         from trine.optim.runtime.links import link_of
 
         self._assembly = assembly
@@ -201,16 +224,17 @@ class _Automatic:
         predicted = getattr(getattr(assembly.reduction, "sum_over", None), "seconds", lambda size: None)
         known = predicted(_MIB) is not None
         self._seconds: Callable[[float], float] = predicted if known else link.seconds
-        self._told = (
-            f"communication.algorithm = {assembly.reduction.name} as predicted" if known else str(link)
-        )  # type: ignore[union-attr]
+        self._told = str(link)
+        if assembly.reduction is not None and known:
+            self._told = f"communication.algorithm = {assembly.reduction.name} as predicted"
         if assembly.config.communication.compression != "none":
             self._told += ", as if not compressed"
         size = best_bucket_bytes(_gradient_bytes(assembly), link.alpha_s, link.bytes_per_s)
         #: PyTorch cut the compiled graph at these buckets: they stay.
         self._is_final = assembly.config.compute.compile == "model"
-        if self._is_final:
-            size = max(size, int(LEAST_BUCKET_MIB * _MIB))
+        is_compiled = _compiled_key(assembly.config) is not None
+        self._least_bytes = int(LEAST_BUCKET_MIB * _MIB) if is_compiled else LEAST_CAP_BYTES
+        size = max(size, self._least_bytes if is_compiled else 0)
         self._first_bytes = size
         self.first_mib = size / _MIB
         later = "" if self._is_final else "; decided after the first steps"
@@ -230,6 +254,7 @@ class _Automatic:
             self._first_bytes,
             self._seconds,
             self._told,
+            self._least_bytes,
             first_cap_bytes=None if first is None else int(first * _MIB),
         )
         assembly.metrics["communication/bucket_bytes"] = lambda: float(tuning.cap_bytes)

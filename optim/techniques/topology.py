@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any
 
+from trine.optim._schema import spell
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.verify import Tolerance
@@ -142,10 +143,11 @@ def _check_nccl(config: Config, facts: Facts) -> None:
             f"{_NCCL} has hints for NCCL, and gradients travel by {facts.backend} on {facts.device_type} here: "
             "take the key out"
         )
-    for key, plain in ((_ALGORITHM, None), ("communication.compression", "none")):
+    replacing = ((_ALGORITHM, None), ("communication.compression", "none"), ("accumulation.delayed", False))
+    for key, plain in replacing:
         if config[key] != plain:
             raise UsageError(
-                f'{_NCCL} is about NCCL\'s own all-reduce, which {key} = "{config[key]}" replaces: drop one of them, '
+                f"{_NCCL} is about DDP's all-reduce, which {key} = {spell(config[key])} replaces: drop one of them, "
                 "or set NCCL_ALGO and NCCL_PROTO in the launcher's environment"
             )
 
@@ -160,7 +162,9 @@ def _apply_algorithm(assembly: Assembly, algorithm: str) -> None:
     topology = facts.topology
     gradients = sum(p.numel() * p.element_size() for p in assembly.model.parameters() if p.requires_grad)
     names = selection.candidates(algorithm, topology)
-    costs = None if algorithm == "ring" else selection.measure_costs(topology, facts.device)
+    # A ring has nothing to decide by them, but bucket_mib = "auto" has.
+    is_needed = algorithm != "ring" or assembly.config.communication.bucket_mib == "auto"
+    costs = selection.measure_costs(topology, facts.device) if is_needed else None
     if costs is None:
         choices: tuple[selection.Range, ...] = (selection.Range(gradients, "ring", 0.0),)
         note = f"{topology.ranks} ranks"

@@ -178,8 +178,20 @@ def test_a_first_bucket_of_its_own_stays_through_auto(two_ranks: Any) -> None:
         assert sum(found["after"]) == gradient_bytes()
 
 
-def test_a_loop_that_keeps_the_first_wrapper_trains_on_after_the_decision(two_ranks: Any) -> None:
-    by_rank = two_ranks.run("replica_cases:own_loop_through_the_decision", 2)
+@pytest.mark.parametrize(
+    ("micro_batches", "extra"),
+    [
+        (1, {}),
+        (3, {}),
+        (3, {"communication.gradient_as_view": True}),
+        (1, {"communication.algorithm": "ring"}),
+    ],
+)
+def test_a_loop_of_ones_own_trains_on_through_the_decision(
+    two_ranks: Any, micro_batches: int, extra: dict[str, Any]
+) -> None:
+    """Also one that keeps the first wrapper, and one whose steps end between micro-batches."""
+    by_rank = two_ranks.run("replica_cases:own_loop_through_the_decision", 2, micro_batches, extra)
     for (losses, total, rewrapped), (plain, plain_total, untouched) in by_rank:
         assert rewrapped
         assert not untouched
@@ -220,6 +232,14 @@ def test_no_overlap_and_buckets_contradict_each_other(two_ranks: Any, key: str) 
     for said in two_ranks.run("optim_cases:refused", 2, {"communication.overlap": False, key: 1.0}):
         assert "communication.overlap = false" in said
         assert key in said
+
+
+@pytest.mark.parametrize(
+    "compiled", [{"compute.compile": "blocks"}, {"compute.compile": "model"}, {"compute.fuse": ["mlp"]}]
+)
+def test_buckets_too_small_for_what_is_compiled_are_refused(two_ranks: Any, compiled: dict[str, Any]) -> None:
+    for said in two_ranks.run("optim_cases:refused", 2, {"communication.bucket_mib": 0.5, **compiled}):
+        assert "communication.bucket_mib = 0.5 is too small for " + next(iter(compiled)) in said
 
 
 def test_alone_there_is_nothing_to_overlap() -> None:
