@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from trine.optim.runtime.host_memory import HostMemory, Offloaded
+from trine.optim.runtime.host_memory import Copier, HostMemory, Offloaded
 from trine.record.errors import TrainingError
 
 __all__ = ["Disk"]
@@ -31,8 +31,14 @@ _PAGE = 4096
 class Disk(HostMemory):
     """A store in one nameless file under ``folder``. Raises ``TrainingError`` where the disk is full or fails."""
 
-    def __init__(self, device: torch.device, folder: Path, staged_bytes: int = STAGED_BYTES) -> None:
-        super().__init__(device)
+    def __init__(
+        self,
+        device: torch.device,
+        folder: Path,
+        staged_bytes: int = STAGED_BYTES,
+        copier: Copier | None = None,
+    ) -> None:
+        super().__init__(device, copier)
         self._folder = folder
         self._staged_bytes = staged_bytes
         self._file = tempfile.TemporaryFile(dir=folder, prefix="trine-activations-", buffering=0)  # noqa: SIM115

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["BufferPool", "HostMemory", "Offloaded"]
+__all__ = ["BufferPool", "Copier", "HostMemory", "Offloaded"]
 
 #: Tensors whose copies may be under way while the forward goes on. More hide longer copies and hold more memory.
 IN_FLIGHT = 4
@@ -69,16 +69,66 @@ class BufferPool:
             self._free.sort(key=lambda free: free[0].numel())
 
 
+class Copier:
+    """Copies at once, as on a CPU. Subclasses copy beside the computation, in the order in which they are asked."""
+
+    is_asynchronous = False
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """After what is computed now; returns the event that it is done, or ``None`` where it is done already."""
+        target.copy_(source)
+
+    def computing(self) -> Any:
+        """The stream that computes now."""
+
+    def wait(self, event: Any, stream: Any) -> None:
+        """Let ``stream`` go on after ``event``; the host does not wait."""
+
+    def finish(self) -> None:
+        """The host waits for all copies."""
+
+
+class CudaCopier(Copier):
+    """On a stream of its own."""
+
+    is_asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """After what is computed now."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def computing(self) -> Any:
+        """The stream that computes now."""
+        return torch.cuda.current_stream(self._device)
+
+    def wait(self, event: Any, stream: Any) -> None:
+        """Let ``stream`` go on after ``event``."""
+        stream.wait_event(event)
+
+    def finish(self) -> None:
+        """The host waits for all copies."""
+        self._stream.synchronize()
+
+
 class HostMemory:
     """A store in the host's memory. ``device`` is where tensors come from."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copier: Copier | None = None) -> None:
         self.device = device
-        self._is_cuda = device.type == "cuda"
-        self.pool = BufferPool(pinned=self._is_cuda)
-        self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        is_cuda = device.type == "cuda"
+        self.copier = copier or (CudaCopier(device) if is_cuda else Copier())
+        self.pool = BufferPool(pinned=is_cuda)
         self._leaving: deque[tuple[torch.Tensor, int, Offloaded, Any]] = deque()
         self._order: list[weakref.ref[Offloaded]] = []
+        #: The stream that asked last for what was moved; entries may be dropped on threads that have another.
+        self.consumer: Any = None
         #: Bytes that went to the host since the start.
         self.moved_bytes = 0
 
@@ -101,19 +151,11 @@ class HostMemory:
         buffer = self.pool.take(size)
         entry = self._entry(flat, buffer, size)
         self.moved_bytes += size
-        target = buffer[:size]
-        source = flat.view(torch.uint8)
-        if not self._is_cuda:
-            target.copy_(source)
-        else:
-            computing = torch.cuda.current_stream(self.device)
-            self._stream.wait_stream(computing)
-            with torch.cuda.stream(self._stream):
-                target.copy_(source, non_blocking=True)
-                entry.left = self._stream.record_event()
-            self._leaving.append((flat, flat._version, entry, computing))
+        entry.left = self.copier.copy(buffer[:size], flat.view(torch.uint8))
+        if self.copier.is_asynchronous:
+            self._leaving.append((flat, flat._version, entry, self.copier.computing()))
             while len(self._leaving) > IN_FLIGHT:
-                self._let_go(computing)
+                self._let_go()
         entry.stored()
         self._remember(entry)
         return entry
@@ -121,12 +163,10 @@ class HostMemory:
     def _entry(self, flat: torch.Tensor, buffer: torch.Tensor, size: int) -> Offloaded:
         return Offloaded(self, flat, buffer, size)
 
-    def _let_go(self, computing: Any) -> None:
+    def _let_go(self) -> None:
         """Of the oldest tensor under way: its memory is free for the computing stream after the copy."""
         flat, version, entry, stream = self._leaving.popleft()
-        stream.wait_event(entry.left)
-        if stream != computing:
-            computing.wait_event(entry.left)
+        self.copier.wait(entry.left, stream)
         if flat._version != version:  # changed while the copy may have been reading it
             entry.torn = True
 
@@ -153,21 +193,20 @@ class HostMemory:
 
     def fetch(self, entry: Offloaded) -> torch.Tensor:
         """The tensor on the device. Fetched ahead if an earlier call did so; starts those that come next."""
-        if self._is_cuda:
-            computing = torch.cuda.current_stream(self.device)
-            while self._leaving:
-                self._let_go(computing)
+        while self._leaving:
+            self._let_go()
         following = self.before(entry, AHEAD)
         entry.prepare()
         for each in following:
             each.prepare()
         flat, event = entry.arriving or self._start(entry)
         entry.arriving = None
-        if self._is_cuda:
+        if self.copier.is_asynchronous:
+            self.consumer = self.copier.computing()
             for each in following:
                 if each.arriving is None and each.is_ready():
                     each.arriving = self._start(each)
-            computing.wait_event(event)
+            self.copier.wait(event, self.consumer)
         if entry.torn:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation "
@@ -178,21 +217,12 @@ class HostMemory:
     def _start(self, entry: Offloaded) -> tuple[torch.Tensor, Any]:
         # On the computing stream's memory: freed after its use there, it is used again in order.
         flat = torch.empty(entry.elements, dtype=entry.dtype, device=entry.device)
-        target = flat.view(torch.uint8)
-        source = entry.host_bytes()
-        if not self._is_cuda:
-            target.copy_(source)
-            return flat, None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            entry.used = self._stream.record_event()
+        entry.used = self.copier.copy(flat.view(torch.uint8), entry.host_bytes())
         return flat, entry.used
 
     def close(self) -> None:
         """Let go of everything that is under way."""
-        if self._is_cuda:
-            self._stream.synchronize()
+        self.copier.finish()
         self._leaving.clear()
         self._order.clear()
 
@@ -242,5 +272,5 @@ class Offloaded:
     def __del__(self) -> None:
         if self.arriving is not None and self.arriving[1] is not None:
             # Fetched for nobody: the copy must end before the computing stream uses that memory again.
-            torch.cuda.current_stream(self.device).wait_event(self.arriving[1])
+            self._store.copier.wait(self.arriving[1], self._store.consumer)
         self.release()

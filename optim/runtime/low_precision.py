@@ -89,11 +89,11 @@ class _Rounded:
 
 
 def _scale(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A power of two, float32 on the tensor's device: the largest magnitude comes to half of the type's or more.
+    """A power of two, float32 on the tensor's device: the largest magnitude comes to a quarter to half of the type's.
 
     One where nothing is to be scaled (all zero, or nothing finite). Reads nothing from the device.
     """
     largest = torch.nan_to_num(flat.abs().amax().float(), nan=0.0, posinf=0.0)
-    top = torch.finfo(dtype).max
-    exponent = torch.floor(torch.log2(top / largest.clamp_min(2.0**-100))).clamp(-100, 100)
+    top = torch.finfo(dtype).max / 2  # float32's logarithm may round the quotient up to the next power
+    exponent = torch.floor(torch.log2(top / largest.clamp_min(2.0**-100))).clamp(-126, 100)
     return torch.where(largest > 0, torch.exp2(exponent), torch.ones_like(exponent))

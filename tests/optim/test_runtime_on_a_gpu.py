@@ -110,3 +110,74 @@ def test_model_flops_utilization_of_a_billion_parameters(tmp_path: Path) -> None
         assert mfu.value > LEAST_MFU
     else:
         warnings.warn(f"the goal of {LEAST_MFU:.0%} is for H100 and H200; this is {name}", stacklevel=1)
+
+
+# --- activations -------------------------------------------------------------------------------
+
+
+def peak_of(changes: Mapping[str, Any]) -> tuple[list[float], int]:
+    """Losses with dropout, and the most bytes that the allocator gave out in the steps after the first two."""
+    engine = train(changes, steps=2, layers=6, dropout=0.1)[1]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(5)
+    losses = [float(engine.train_step(batch)) for batch in batches(4, 4, 256, 256)]
+    peak = torch.cuda.max_memory_allocated()
+    engine.close()
+    return losses, peak
+
+
+@pytest.fixture(scope="module")
+def plain_with_dropout() -> tuple[list[float], int]:
+    return peak_of({})
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance", "share"),
+    [
+        # Dropout that is not repeated, or memory that is used too early, is off by far more than the order of sums.
+        ({"checkpointing.mode": "full"}, 1e-4, 0.5),
+        ({"checkpointing.mode": "selective"}, 1e-4, 0.8),
+        ({"checkpointing.mode": "budget", "checkpointing.budget_bytes": 120_000_000}, 1e-4, 1.0),
+        ({"checkpointing.mode": "auto"}, 1e-4, 1.1),
+        ({"offload.activations": "cpu"}, 1e-4, 0.6),
+        ({"offload.activations": "cpu", "checkpointing.mode": "full", "checkpointing.every": 2}, 1e-4, 0.7),
+        ({"activations.dtype": "bf16"}, 4e-3, 0.85),
+        ({"activations.dtype": "fp8"}, 2e-2, 0.75),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_activations_take_less_and_train_the_same(
+    changes: dict[str, Any],
+    tolerance: float,
+    share: float,
+    plain_with_dropout: tuple[list[float], int],
+) -> None:
+    losses, peak = peak_of(changes)
+    assert apart(losses, plain_with_dropout[0]) <= tolerance
+    print(f"{changes}: {peak / 2**20:.0f} of {plain_with_dropout[1] / 2**20:.0f} MiB")  # noqa: T201
+    assert peak <= share * plain_with_dropout[1]
+
+
+def test_activations_on_disk(tmp_path: Path, plain_with_dropout: tuple[list[float], int]) -> None:
+    losses, peak = peak_of({"offload.activations": "nvme", "offload.path": str(tmp_path)})
+    assert apart(losses, plain_with_dropout[0]) <= 1e-4
+    assert peak < 0.6 * plain_with_dropout[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_that_is_called_by_names_repeats_its_dropout() -> None:
+    """PyTorch keeps the device's random state for positional tensors alone."""
+    from trine.optim.runtime.checkpointed import Region, checkpoint_in_place
+    from trine.optim.runtime.recomputation import RecomputationWatch
+
+    class Drops(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(x.sin(), 0.5, True).sin()
+
+    module = Drops().cuda()
+    checkpoint_in_place(Region("drops", module))
+    x = torch.randn(4096, device="cuda", requires_grad=True)
+    with RecomputationWatch(module) as watch:
+        module(x=x).sum().backward()
+    assert watch.compared and watch.differences == []
