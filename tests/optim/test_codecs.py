@@ -110,8 +110,8 @@ def test_any_length_goes_through(length: int, ranks: int, seed: int) -> None:
 def test_int8_is_within_half_a_level_and_leaves_exactly_the_rest(seed: int, spread: float) -> None:
     rows = drawn(seed, 2, 1024, spread=spread)
     back = there_and_back(Int8(), rows)
-    levels = rows.view(2, -1, 256).abs().amax(-1, keepdim=True) / 127
-    assert ((rows - back).view(2, -1, 256).abs() <= levels * 0.5001).all()
+    levels = rows.view(2, -1, 64).abs().amax(-1, keepdim=True) / 127
+    assert ((rows - back).view(2, -1, 64).abs() <= levels * 0.505).all()
     left = rows - back
     assert torch.equal(back + left, rows)  # bit for bit: what is sent and what is kept are the gradient
 
@@ -120,10 +120,10 @@ def test_int8_is_within_half_a_level_and_leaves_exactly_the_rest(seed: int, spre
 @settings(max_examples=40)
 def test_one_bit_loses_what_its_scale_says(seed: int) -> None:
     rows = drawn(seed, 1, 4096, spread=1.0).double()
-    lost = (rows - there_and_back(OneBit(), rows)).square().view(-1, 2048).sum(-1)
-    whole = rows.view(-1, 2048)
-    predicted = whole.square().sum(-1) - whole.abs().sum(-1).square() / 2048
-    assert torch.allclose(lost, predicted, rtol=1e-5)
+    lost = (rows - there_and_back(OneBit(), rows)).square().view(-1, 512).sum(-1)
+    whole = rows.view(-1, 512)
+    predicted = whole.square().sum(-1) - whole.abs().sum(-1).square() / 512
+    assert torch.allclose(lost, predicted, rtol=1e-4)
     assert (lost < whole.square().sum(-1)).all()
 
 

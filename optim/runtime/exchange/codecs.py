@@ -14,10 +14,9 @@ from torch.nn import functional
 
 __all__ = ["Cast", "Codec", "Exact", "Int8", "OneBit", "Qsgd", "Ternary", "pack", "ternary", "unpack"]
 
-#: Elements that share a scale. Smaller follows local magnitudes better; a scale costs four bytes.
-CHUNK = 256
-#: For one bit an element, whose scale would otherwise be a noticeable part of what is sent.
-ONEBIT_CHUNK = 2048
+#: Bits of codes that share a scale of 16: a thirty-second more is sent. Smaller chunks follow local magnitudes better,
+#: which tells: an optimizer such as Adam gives the smallest gradients as much weight as the largest.
+CHUNK_BITS = 512
 
 
 class Codec(Protocol):
@@ -62,15 +61,19 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class _Chunked:
-    """Shared by codecs whose codes have ``code_bits`` and whose chunks have one fp32 scale each."""
+    """Shared by codecs whose codes have ``code_bits`` and whose chunks have one scale each, in bf16: fp32's range."""
 
     code_bits: int
-    chunk: int
+
+    @property
+    def chunk(self) -> int:
+        """Elements that share a scale."""
+        return CHUNK_BITS // self.code_bits
 
     @property
     def bits(self) -> float:
         """Of an element, with its share of the scale."""
-        return self.code_bits + 32 / self.chunk
+        return self.code_bits + 16 / self.chunk
 
     def padded(self, length: int) -> int:
         """A multiple of the chunk; short rows are one chunk, in whole bytes."""
@@ -84,14 +87,14 @@ class _Chunked:
     def join(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Codes (rows, chunks, chunk) and scales (rows, chunks) as one payload."""
         packed = pack(codes.flatten(1), self.code_bits)
-        return torch.cat([packed, scales.to(torch.float32).view(torch.uint8)], 1)
+        return torch.cat([packed, scales.view(torch.uint8)], 1)
 
     def split(self, payload: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The inverse of :meth:`join`: codes and scales (rows, chunks, 1)."""
         codes_bytes = length * self.code_bits // 8
         codes = unpack(payload[:, :codes_bytes].contiguous(), self.code_bits)
-        # A copy, since bytes that do not begin at a multiple of four cannot be seen as floats.
-        scales = payload[:, codes_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        # A copy, since bytes that do not begin where a float may cannot be seen as one.
+        scales = payload[:, codes_bytes:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
         return self.chunks_of(codes), scales.unsqueeze(-1)
 
 
@@ -105,14 +108,13 @@ class Int8(_Chunked):
     name = "int8"
     code_bits = 8
 
-    def __init__(self, chunk: int = CHUNK, generator: torch.Generator | None = None) -> None:
-        self.chunk = chunk
+    def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Scale = largest magnitude / 127."""
         chunks = self.chunks_of(rows)
-        scales = _float32(chunks.abs().amax(-1) / 127)
+        scales = _rounded_up(chunks.abs().amax(-1) / 127)
         levels = chunks / _divisor(scales).to(chunks.dtype)
         levels = levels.round_() if self.generator is None else _round_stochastically(levels, self.generator)
         codes = levels.clamp_(-127, 127).to(torch.int8).view(torch.uint8)
@@ -135,17 +137,15 @@ class Qsgd(_Chunked):
 
     name = "qsgd"
 
-    def __init__(self, generator: torch.Generator, levels: int = 127, chunk: int | None = None) -> None:
-        """``chunk``: by default as many elements as keep scales at a sixty-fourth of what is sent."""
+    def __init__(self, generator: torch.Generator, levels: int = 127) -> None:
         self.generator = generator
         self.levels = levels
         self.code_bits = next(bits for bits in (2, 4, 8) if 2 * levels + 1 <= 2**bits)
-        self.chunk = CHUNK * 8 // self.code_bits if chunk is None else chunk
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes are levels plus ``self.levels``: unsigned."""
         chunks = self.chunks_of(rows)
-        scales = _float32(chunks.abs().amax(-1) / self.levels)
+        scales = _rounded_up(chunks.abs().amax(-1) / self.levels)
         levels = _round_stochastically(chunks / _divisor(scales).to(chunks.dtype), self.generator)
         codes = levels.clamp_(-self.levels, self.levels).add_(self.levels).to(torch.uint8)
         return self.join(codes, scales)
@@ -166,13 +166,10 @@ class OneBit(_Chunked):
     name = "onebit"
     code_bits = 1
 
-    def __init__(self, chunk: int = ONEBIT_CHUNK) -> None:
-        self.chunk = chunk
-
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Zero counts as positive."""
         chunks = self.chunks_of(rows)
-        return self.join((chunks >= 0).to(torch.uint8), _float32(chunks.abs().mean(-1)))
+        return self.join((chunks >= 0).to(torch.uint8), chunks.abs().mean(-1).to(torch.bfloat16))
 
     def decode(self, payload: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
         """± scale."""
@@ -186,15 +183,14 @@ class Ternary(_Chunked):
     name = "terngrad"
     code_bits = 2
 
-    def __init__(self, generator: torch.Generator, chunk: int = 4 * CHUNK) -> None:
+    def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self.chunk = chunk
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Clipped at 2.5 standard deviations of the row, as there."""
         limits = CLIP * rows.std(-1, correction=0, keepdim=True)
         chunks = self.chunks_of(torch.clamp(rows, -limits, limits))
-        scales = _float32(chunks.abs().amax(-1))
+        scales = _rounded_up(chunks.abs().amax(-1))
         codes = ternary(chunks, _divisor(scales), self.generator)
         return self.join(codes, scales)
 
@@ -269,14 +265,15 @@ def pad_rows(flat: torch.Tensor, rows: int, codec: Codec) -> torch.Tensor:
     return functional.pad(flat.to(dtype), (0, rows * length - flat.numel())).clone().view(rows, length)
 
 
-def _float32(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as they are sent, so that the sender divides by what receivers multiply by."""
-    return scales.to(torch.float32)
+def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
+    """In bf16 and never smaller, so that no element is more than the largest level. As sent: the sender divides by it."""
+    nearest = scales.to(torch.bfloat16)
+    return torch.where(nearest.to(scales.dtype) < scales, nearest * (1 + 2**-7), nearest)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:
     """(…, chunks) to (…, chunks, 1), never zero: a chunk of zeros has codes of zero. NaN stays NaN."""
-    return scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    return scales.clamp_min(torch.finfo(torch.bfloat16).tiny).unsqueeze(-1)
 
 
 def _round_stochastically(levels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
