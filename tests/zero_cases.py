@@ -508,6 +508,67 @@ def refused_models(rank: int) -> list[str]:
     return [refusal_of(lambda m=m, o=o: trine.optimize(m, o, config)) for m, o in pairs]
 
 
+class Branching(nn.Module):
+    """Ranks that use different parameters in the same step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.outputs = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.outputs(x + self.branches[distributed.get_rank()](x))
+        return result
+
+
+def branches_apart(rank: int) -> tuple[list[float], list[float], float, str]:
+    """Losses by DDP and by stage 1; how far PyTorch's fully_shard is from them at once; what we say of stage 3."""
+    from torch.distributed.fsdp import fully_shard
+
+    from trine.optim.runtime.sharding import mesh_of
+
+    generator = torch.Generator().manual_seed(rank)
+    data = [
+        (torch.randn(4, 4, generator=generator), torch.randint(0, 2, (4,), generator=generator))
+        for _ in range(5)
+    ]
+
+    def made(stage: int) -> Any:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Branching(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return trine.optimize(model, optimizer, {"zero": {"stage": stage}}, loss_fn=odd_loss)
+
+    plain, ours = ([float(engine.train_step(batch)) for batch in data] for engine in (made(0), made(1)))
+    torch.manual_seed(0)
+    model = Branching()
+    for branch in model.branches:
+        fully_shard(branch, mesh=mesh_of("cpu", 1, 2))
+    fully_shard(model, mesh=mesh_of("cpu", 1, 2))
+    with torch.no_grad():
+        apart = abs(float(odd_loss(model, data[0])) - plain[0])
+    return plain, ours, apart, refusal_of(lambda: made(3))
+
+
+def refused_wrappers(rank: int) -> list[str]:
+    """DistributedDataParallel with what FSDP2 could not take over."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    hooked = DistributedDataParallel(nn.Linear(4, 4))
+    hooked.register_comm_hook(distributed.group.WORLD, fp16_compress_hook)
+    alone = distributed.new_subgroups(1)[0]
+    partial = DistributedDataParallel(nn.Linear(4, 4), process_group=alone)
+    pairs = [(hooked, 3), (partial, 1)]
+    return [
+        refusal_of(
+            lambda m=m, s=s: trine.optimize(
+                m, torch.optim.SGD(m.parameters(), lr=0.1), {"zero": {"stage": s}}
+            )
+        )
+        for m, s in pairs
+    ]
+
+
 def automatic(rank: int, per_node: int) -> list[str]:
     """The effects of ``parallel.shard = "auto"``."""
     import os

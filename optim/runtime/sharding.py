@@ -38,7 +38,6 @@ __all__ = [
     "shard_like",
     "shard_model",
     "shard_optimizer",
-    "sharded_units",
 ]
 
 _meshes: dict[tuple[int, str, int, int], tuple[Any, DeviceMesh]] = {}

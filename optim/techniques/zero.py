@@ -123,6 +123,7 @@ def check(config: Config, facts: Facts) -> None:
     _check_resharding(config, shards)
     _check_other_keys(config)
     _check_model(config, facts)
+    _check_wrapper(config, facts)
     _check_optimizer(config, facts)
 
 
@@ -204,6 +205,34 @@ def _check_model(config: Config, facts: Facts) -> None:
             raise UsageError(
                 f"zero.stage = {stage}: {name} is {kind} and cannot be sharded: take the key out"
             )
+
+
+def _check_wrapper(config: Config, facts: Facts) -> None:
+    """What a program's own DistributedDataParallel has that could not go over, and would be lost silently."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trine.optim.runtime.replicas import hook_of
+
+    stage, given = config.zero.stage, facts.model
+    if not isinstance(given, DistributedDataParallel):
+        return
+    if given.process_group.size() != facts.ranks:
+        raise UsageError(
+            f"zero.stage = {stage} shards over all {facts.ranks} ranks, and this DistributedDataParallel averages over "
+            f"{given.process_group.size()}: give the model without the wrapper, or take the key out"
+        )
+    if given.find_unused_parameters and stage >= 2:
+        raise UsageError(
+            f"zero.stage = {stage} and find_unused_parameters = True: ranks that use different blocks would gather "
+            "different ones into each other. If all ranks use the same, give the model without the wrapper; else use "
+            "zero.stage = 1"
+        )
+    hook = hook_of(given)
+    if hook and stage >= 2:
+        raise UsageError(
+            f"zero.stage = {stage} replaces this DistributedDataParallel, and its communication hook, {hook}, with it: "
+            "give the model without the hook (communication.compression compresses under FSDP2), or use zero.stage = 1"
+        )
 
 
 def _check_optimizer(config: Config, facts: Facts) -> None:

@@ -131,6 +131,14 @@ def test_parameters_of_several_dtypes(two_ranks: RankPool, stage: int) -> None:
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
+def test_ranks_that_use_different_blocks(two_ranks: RankPool) -> None:
+    """FSDP2 would gather one rank's block into another's, without a word."""
+    for plain, ours, apart, said in two_ranks.run("zero_cases:branches_apart"):
+        assert ours == pytest.approx(plain, rel=1e-5)
+        assert apart > 1e-3
+        assert "zero.stage = 3 and find_unused_parameters = True" in said
+
+
 # --- traps -------------------------------------------------------------------------------------
 
 
@@ -332,6 +340,12 @@ def test_models_and_optimizers_that_cannot_be_sharded(two_ranks: RankPool) -> No
     for answers in two_ranks.run("zero_cases:refused_models"):
         for said, word in zip(answers, words, strict=True):
             assert "zero.stage = 1" in said and word in said, said
+
+
+def test_wrappers_with_what_would_be_lost(two_ranks: RankPool) -> None:
+    for hooked, partial in two_ranks.run("zero_cases:refused_wrappers"):
+        assert "zero.stage = 3" in hooked and "fp16_compress_hook" in hooked
+        assert "zero.stage = 1 shards over all 2 ranks" in partial and "averages over 1" in partial
 
 
 def test_one_process_alone_has_nobody_to_shard_over() -> None:
