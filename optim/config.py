@@ -42,6 +42,7 @@ __all__ = [
 APPLIED = frozenset(
     {
         "accumulation.delayed",
+        "accumulation.delayed_warmup_steps",
         "accumulation.global_batch",
         "accumulation.micro_batch",
         "accumulation.steps",
@@ -159,6 +160,7 @@ class Accumulation(_Section):
     micro_batch: int | Literal["auto"] | None = _key(None, int, least=1, auto=True)
     global_batch: int | None = _key(None, int, least=1)
     delayed: bool = _key(False, bool)
+    delayed_warmup_steps: int | None = _key(None, int, least=0)
 
     @property
     def splits(self) -> bool:
@@ -436,6 +438,8 @@ def _check_together(config: Config) -> None:
     if "nvme" in (offload.optimizer, offload.parameters, offload.activations) and offload.path is None:
         raise UsageError('offload to "nvme" needs offload.path, a folder on that disk')
     accumulation = config.accumulation
+    if accumulation.delayed_warmup_steps is not None and not accumulation.delayed:
+        raise UsageError("accumulation.delayed_warmup_steps belongs to accumulation.delayed: set that as well")
     both = accumulation.micro_batch is not None and accumulation.steps not in (1, "auto")
     if both and (accumulation.global_batch is None or accumulation.micro_batch == "auto"):
         raise UsageError(

@@ -6,8 +6,9 @@ of g_t begins at the end of step t and is awaited at the end of step t+1, so a w
     θ_{t+1} = θ_t - η·U(ḡ_{t-1}),    ḡ_{t-1} taken at θ_{t-1}
 
 The gradient is one step old when it is applied: pipelined SGD with a delay of one (Li et al., "Pipe-SGD", NeurIPS 2018;
-stale gradients of bounded age converge, Ho et al., NeurIPS 2013). The first step applies nothing, and what is left at
-the end is applied by a flush.
+stale gradients of bounded age converge, Ho et al., NeurIPS 2013). Early on parameters move fast and an old gradient
+harms most, so the first steps are not delayed (Ren et al., "ZeRO-Offload", ATC 2021, begin after 40). The first late step
+applies nothing, and what is left at the end is applied by a flush.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["DelayedGradients", "install"]
+__all__ = ["WARMUP_STEPS", "DelayedGradients", "install"]
+
+#: Steps before updates are late, unless ``accumulation.delayed_warmup_steps`` says otherwise.
+WARMUP_STEPS = 40
 
 
 @dataclass(slots=True)
@@ -47,8 +51,11 @@ class DelayedGradients:
     Two sets of flat tensors alternate: one travels while the other is filled.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], ranks: int, device: torch.device) -> None:
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], ranks: int, device: torch.device, warmup_steps: int = 0
+    ) -> None:
         """Every rank must make it at the same point, since it makes a process group."""
+        self._warmup_left = warmup_steps
         self._parameters = parameters
         self._ranks = ranks
         self._device = device
@@ -69,8 +76,12 @@ class DelayedGradients:
     def exchange(self, weight: Any) -> Any | None:
         """Send this step's summed gradients off, wait for the step before's and put them in place.
 
-        Returns the mean over ranks of their weights, the gradients being means over ranks too; ``None`` at first.
+        Returns the mean over ranks of their weights, the gradients being means over ranks too; ``None`` at first. In
+        warm-up it is this step's own that are put in place.
         """
+        if self._warmup_left:
+            self._warmup_left -= 1
+            return self._put(self._sent(weight))
         arrived, self._flight = self._flight, self._sent(weight)
         return None if arrived is None else self._put(arrived)
 
@@ -90,9 +101,10 @@ class DelayedGradients:
     def state_dict(self) -> dict[str, Any]:
         """The sums that are still to be applied, so that a resumed run goes on bitwise."""
         if self._flight is None:
-            return {}
+            return {"warmup_left": self._warmup_left}
         self._arrive(self._flight)
         return {
+            "warmup_left": self._warmup_left,
             "flats": [flat.clone() for flat in self._flight.flats],
             "counts": self._flight.counts.clone(),
             "missing": list(self._flight.missing),
@@ -101,7 +113,8 @@ class DelayedGradients:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them back. Raises ``UsageError`` where they belong to other parameters."""
         self.forget()
-        if not state:
+        self._warmup_left = int(state["warmup_left"])
+        if "flats" not in state:
             return
         sizes = [flat.numel() for flat in self._flats()]
         if [flat.numel() for flat in state["flats"]] != sizes:
@@ -170,14 +183,26 @@ class DelayedGradients:
 def install(assembly: Assembly) -> None:
     """Take averaging away from DDP once every technique has been applied, and give it to a :class:`DelayedGradients`."""
     assembly.finish.append(_install)
+    warmup = _warmup_of(assembly)
     assembly.effects.append(
-        Effect("accumulation.delayed", "at once", "one step late", "averaged behind the next step")
+        Effect(
+            "accumulation.delayed",
+            "at once",
+            "one step late",
+            f"averaged behind the next step, after {warmup} steps that are not",
+        )
     )
+
+
+def _warmup_of(assembly: Assembly) -> int:
+    stated = assembly.config.accumulation.delayed_warmup_steps
+    return WARMUP_STEPS if stated is None else stated
 
 
 def _install(assembly: Assembly) -> None:
     held = [p for group in assembly.optimizer.param_groups for p in group["params"] if p.requires_grad]
-    delayed = DelayedGradients(held, assembly.facts.ranks, assembly.facts.device)
+    facts = assembly.facts
+    delayed = DelayedGradients(held, facts.ranks, facts.device, _warmup_of(assembly))
     wrapped: DistributedDataParallel = assembly.model  # type: ignore[assignment]
     begins = True
 

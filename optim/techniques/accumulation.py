@@ -8,7 +8,8 @@ counts differ. Ranks synchronise at the last one only.
     micro_batch     cuts it into pieces of so many samples
     global_batch    samples of an optimizer step over all ranks; engine.steps gathers or cuts the loader's batches
     "auto"          (steps or micro_batch) the largest micro-batch that fits the measured memory; grows and shrinks
-    delayed         gradients are averaged behind the next step and applied one step late
+    delayed         gradients are averaged behind the next step and applied one step late, after
+                    delayed_warmup_steps (40 unless said) in which they are not
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ KEYS = (
     "accumulation.micro_batch",
     "accumulation.global_batch",
     "accumulation.delayed",
+    "accumulation.delayed_warmup_steps",
     "offload.device_bytes",
 )
 ORDER = 60
@@ -55,6 +57,8 @@ _NOT_DELAYED = (
     "communication.gradient_as_view",
     "communication.static_graph",
     "communication.overlap",
+    "communication.compression",
+    "communication.algorithm",
 )
 
 
@@ -214,10 +218,10 @@ def _check_delayed(config: Config, facts: Facts) -> None:
         raise UsageError(
             "accumulation.delayed hides communication between ranks, and this process is alone: take the key out"
         )
-    if config.zero.stage >= 2:
+    if config.zero.stage:
         raise UsageError(
-            f"accumulation.delayed and zero.stage = {config.zero.stage} cannot be combined: sharded gradients are averaged "
-            "where they arise. Use zero.stage = 1 or drop one of them"
+            f"accumulation.delayed and zero.stage = {config.zero.stage} cannot be combined: a late update keeps all "
+            "gradients whole on every rank, twice. Drop one of them"
         )
     if config.precision.dtype == "fp16":
         raise UsageError(
@@ -225,7 +229,7 @@ def _check_delayed(config: Config, facts: Facts) -> None:
             'gradient and its update. Use "bf16" or drop one of them'
         )
     for key in _NOT_DELAYED:
-        if config[key] is not None:
+        if config[key] not in (None, "none"):
             raise UsageError(
                 f"accumulation.delayed and {key} cannot be combined: a late update averages all gradients in one piece, "
                 "behind the next step. Drop one of them"

@@ -342,6 +342,7 @@ def test_out_of_memory_restores_what_the_failed_try_changed() -> None:
         keys = {"accumulation.micro_batch": "auto", "offload.device_bytes": 40_000}
         engine = cases.engine_of(model, keys, loss_fn=failing)
         fitting = engine._assembly.fitting
+        torch.manual_seed(0)
         engine.train_step(cases.samples(64))
         assert fitting.pieces > 1
         fitting._shrink = lambda *_: None  # the same pieces again, so that numbers can be compared
