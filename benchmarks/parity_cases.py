@@ -749,6 +749,20 @@ _MEMORY_TOGETHER = (
         model=_DROPOUT,
     ),
     Case(
+        "fused regions + checkpointing selective",
+        {"compute.fuse": ["bias_dropout_residual", "mlp", "norm"], "checkpointing.mode": "selective"},
+        dtype="float32",
+        tolerance=1e-5,
+        slow=True,
+    ),
+    Case(
+        "fused regions + activations on the cpu",
+        {"compute.fuse": ["bias_dropout_residual", "mlp", "norm"], "offload.activations": "cpu"},
+        dtype="float32",
+        tolerance=1e-5,
+        slow=True,
+    ),
+    Case(
         "compile blocks + checkpointing full",
         {"compute.compile": "blocks", "checkpointing.mode": "full"},
         dtype="float32",

@@ -125,6 +125,8 @@ def _check_dtype(config: Config, facts: Facts) -> None:
             "have activations rounded: take the key out"
         )
     widest = max((p.element_size() for p in facts.model.parameters() if p.is_floating_point()), default=4)
+    if config.precision.master_weights:
+        widest = 2
     if widest <= 2 and dtype != "fp8":
         raise UsageError(
             f'activations.dtype = "{dtype}": the model computes in 16 bits already, so nothing would change: take the '
