@@ -97,8 +97,8 @@ class Masters:
             self._sums[parameter] = gradient if earlier is None else earlier.add_(gradient)
             parameter.grad = None
         if last and self._reduces:
-            for parameter, total in self._sums.items():
-                parameter.grad = total.to(parameter.dtype)
+            for summed, total in self._sums.items():
+                summed.grad = total.to(summed.dtype)
             self._sums.clear()
 
     def _collect(self) -> None:

@@ -208,7 +208,7 @@ def _on_its_way(flags: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         return flags.cpu(), lambda: None
     kept = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
     kept.copy_(flags, non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return kept, event.synchronize
 
@@ -242,7 +242,7 @@ def zero_gradients(
         return torch.zeros_like(gradient) if where is None else gradient.masked_fill(where, 0.0)
 
     leaves = {id(leaf): leaf for leaf in (*model.parameters(), *leaves_of(loss)) if leaf.requires_grad}
-    handles = [leaf.register_hook(hook) for leaf in leaves.values()]
+    handles = [leaf.register_hook(hook) for leaf in leaves.values()]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -263,7 +263,7 @@ class Update:
             return (totals["loss"] / totals["weight"]).to(self._dtype)
         if unread(weight) and totals is not None:
             overall = (totals["loss"] / totals["weight"]).to(own.dtype)
-            return torch.where(weight == 0, overall, own / weight)
+            return torch.where(torch.as_tensor(weight == 0), overall, own / weight)
         return own if isinstance(weight, float) and weight == 1.0 else own / weight
 
     def _nothing_counted(self) -> bool:

@@ -8,6 +8,7 @@ that training is most sensitive to.
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -126,13 +127,12 @@ def convert(model: torch.nn.Module, emulate: bool = False) -> list[str]:
 
     Raises ``UsageError`` where torchao's conversion would give the optimizer other parameters.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
+    torchao = import_module("torchao.float8")
     names = set(fitting(model))
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    convert_to_float8_training(
+    torchao.convert_to_float8_training(
         model,
-        config=Float8LinearConfig(emulate=emulate),
+        config=torchao.Float8LinearConfig(emulate=emulate),
         module_filter_fn=lambda module, name: name in names,
     )
     if {name: id(parameter) for name, parameter in model.named_parameters()} != before:

@@ -72,6 +72,10 @@ def plain() -> list[float]:
         ({"compute.compile": "blocks"}, 1e-4),
         ({"precision.dtype": "bf16", "compute.attention": "sdpa", "compute.compile": "model"}, 4e-3),
         ({"accumulation.steps": 2}, 1e-4),
+        ({"precision.dtype": "fp16"}, 2e-3),
+        ({"precision.dtype": "bf16", "precision.master_weights": True}, 4e-3),
+        ({"precision.dtype": "fp16", "precision.master_weights": True}, 2e-3),
+        ({"precision.tf32": True}, 1e-3),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -181,3 +185,178 @@ def test_a_module_that_is_called_by_names_repeats_its_dropout() -> None:
     with RecomputationWatch(module) as watch:
         module(x=x).sum().backward()
     assert watch.compared and watch.differences == []
+
+
+# --- precision ---------------------------------------------------------------------------------
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+@pytest.mark.skipif(_capability() < (8, 9), reason="no float8 units")
+def test_float8_trains_the_same_within_its_tolerance(plain: list[float]) -> None:
+    pytest.importorskip("torchao")
+    changes = {"precision.dtype": "bf16", "precision.float8": True, "compute.compile": "blocks"}
+    losses, engine = train(changes)
+    assert 0 < apart(losses, plain) <= 2e-2
+    assert any("8 linear layers" in str(effect) for effect in engine.effects)
+    kinds = {type(module).__name__ for module in engine.model.modules()}
+    assert "Float8Linear" in kinds
+
+
+def test_tf32_is_put_back_when_the_engine_closes() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    _, engine = train({"precision.tf32": True}, steps=1)
+    assert torch.backends.cuda.matmul.allow_tf32
+    engine.close()
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["by samples", "by tokens"])
+def test_an_ordinary_step_never_waits_for_the_device(counted: bool) -> None:
+    def loss_fn(given: torch.nn.Module, batch: Any) -> Any:
+        loss = loss_of(given, batch)
+        mean = loss[0] if isinstance(loss, tuple) else loss
+        return (mean, (batch[1] >= 0).sum()) if counted else mean
+
+    model = GPT(GPTConfig(layers=2, hidden=128, heads=4, sequence=64, attention="sdpa")).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    engine = trine.optimize(model, optimizer, {"precision": {"dtype": "bf16"}}, loss_fn=loss_fn)
+    data = [(ids.cuda(), targets.cuda()) for ids, targets in batches(6, 4, 64, 256)]
+    for batch in data[:3]:  # the unit of counts is agreed on at the first
+        engine.train_step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in data[3:]:
+            engine.train_step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_gradient_that_is_not_finite_is_told_one_step_late() -> None:
+    from trine.record.errors import TrainingError
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).cuda()
+    engine = trine.optimize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=lambda given, x: given(x).square().mean()
+    )
+    good = torch.ones(6, 4)
+    engine.train_step(good)
+    engine.train_step(good * torch.inf)
+    with pytest.raises(TrainingError, match=r"optimizer step 1: the gradient of 0\.weight was not finite"):
+        engine.train_step(good)
+
+
+@pytest.mark.parametrize("divided", [False, True], ids=["ignored targets", "a masked mean"])
+def test_a_micro_batch_without_valid_tokens_weighs_nothing_on_a_device(divided: bool) -> None:
+    """Its count is on the device and is not read."""
+
+    def loss_fn(given: torch.nn.Module, batch: Any) -> Any:
+        inputs, targets = batch
+        valid = targets >= 0
+        if not divided:
+            return torch.nn.functional.cross_entropy(given(inputs), targets), valid.sum()
+        each = -given(inputs).log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        return (each * valid).sum() / valid.sum(), valid.sum()
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(6, 4, generator=generator)
+    targets = torch.randint(0, 3, (6,), generator=generator)
+    targets[2:4] = -100
+    results = []
+    for rows in (torch.arange(6), torch.tensor([0, 1, 4, 5])):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3).cuda()
+        steps = 3 if len(rows) == 6 else 1
+        engine = trine.optimize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            {"accumulation": {"steps": steps}},
+            loss_fn=loss_fn,
+        )
+        loss = float(engine.train_step((inputs[rows], targets[rows])))
+        results.append((loss, model.weight.detach().cpu()))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    torch.testing.assert_close(results[0][1], results[1][1])
+
+
+# --- packed sequences --------------------------------------------------------------------------
+
+
+def document_losses(changes: Mapping[str, Any], **shape: Any) -> list[float]:
+    """Losses on documents of 1 to 256 tokens, eight a step, padded or packed."""
+    from sequence_cases import Documents
+    from torch.utils.data import DataLoader
+
+    from trine.samples.text import pad_documents
+
+    torch.manual_seed(0)
+    config = GPTConfig(**{"layers": 2, "hidden": 256, "heads": 4, "sequence": 256, **shape})
+    model = GPT(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = trine.optimize(model, optimizer, trine.Config().with_changes(changes), loss_fn=loss_of)
+    lengths = [(7 * n * n + 3 * n) % 256 + 1 for n in range(64)]
+    loader = DataLoader(Documents(lengths), batch_size=8, collate_fn=pad_documents)
+    try:
+        return [float(engine.train_step(batch)) for batch in engine.steps(loader)]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "tolerance"),
+    [("sdpa", "fp32", 1e-4), ("flex", "fp32", 1e-4), ("sdpa", "bf16", 4e-3), ("varlen", "bf16", 4e-3)],
+)
+@pytest.mark.parametrize("compiled", [False, "blocks"])
+def test_packed_documents_train_as_padded_ones(
+    attention: str, dtype: str, tolerance: float, compiled: bool | str
+) -> None:
+    plain = document_losses({})
+    packed = document_losses(
+        {
+            "data.packing": True,
+            "data.packed_length": 512,
+            "compute.attention": attention,
+            "compute.compile": compiled,
+            "precision.dtype": dtype,
+        }
+    )
+    assert apart(packed, plain) <= tolerance
+
+
+@pytest.mark.parametrize("kind", ["varlen", "flex"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_ends_at_documents_as_by_mask(kind: str, heads: int) -> None:
+    """Forward and gradients against the mask in fp32; fewer heads of key and value are shared."""
+    from trine.optim.runtime.documents import Documents
+    from trine.optim.runtime.packed_attention import attend, visible_of
+
+    dtype = torch.bfloat16 if kind == "varlen" else torch.float32
+    borders = Documents.of([[5, 100, 23], [128], [1, 1, 64]], 128)
+    borders = Documents(borders.numbers.cuda(), borders.cu_seqlens.cuda(), borders.longest)
+    query = torch.randn(3, 4, 128, 64, device="cuda")
+    key, value = torch.randn(2, 3, heads, 128, 64, device="cuda")
+
+    def result(implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [each.to(dtype).detach().requires_grad_() for each in (query, key, value)]
+        mixed = attend(*inputs, visible_of(borders, implementation))
+        mixed.float().square().sum().backward()
+        return [mixed.detach().float(), *(each.grad.float() for each in inputs)]
+
+    for found, wanted in zip(result(kind, dtype), result("sdpa", torch.float32), strict=True):
+        assert float((found - wanted).norm() / wanted.norm()) <= (2e-2 if kind == "varlen" else 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"compute.attention": "varlen"}, "its kernel computes in bf16 or fp16"),
+        ({"compute.attention": "flash", "precision.dtype": "bf16"}, "takes no mask"),
+    ],
+)
+def test_attention_that_cannot_run_packed_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(trine.TrineError, match=words):
+        document_losses({"data.packing": True, **changes})
