@@ -7,7 +7,8 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -68,7 +69,8 @@ class Compiled:
         if compiled is None:
             compiled = self._by_sizes[key] = torch.compile(_copy_of(self._body), **self._options)
         try:
-            return compiled(*arguments)
+            with _outside_data_parallel():
+                return compiled(*arguments)
         except _failures() as error:
             self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             logger.warning(
@@ -77,6 +79,24 @@ class Compiled:
                 self.failure,
             )
             return self._body(*arguments)
+
+
+@contextmanager
+def _outside_data_parallel() -> Iterator[None]:
+    """PyTorch cuts graphs compiled inside DDP's forward at its buckets, which a region without parameters needs not.
+
+    It would refuse buckets below 1 MiB for that.
+    """
+    kind = torch.nn.parallel.DistributedDataParallel
+    active = kind._active_ddp_module
+    if active is None:
+        yield
+        return
+    kind._active_ddp_module = None
+    try:
+        yield
+    finally:
+        kind._active_ddp_module = active
 
 
 @functools.lru_cache(maxsize=1)
