@@ -56,7 +56,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         return packed
     each = 8 // bits
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    codes = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    codes: torch.Tensor = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return codes.view(packed.shape[0], packed.shape[1] * each)
 
 

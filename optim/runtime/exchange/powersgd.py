@@ -131,7 +131,7 @@ class PowerSGD(Lossy):
         before = self._sum_over.sent_bytes
         self._sum_over(flat)
         self.traffic.sent += self._sum_over.sent_bytes - before
-        parts = flat.split([tensor.numel() for tensor in tensors])
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 

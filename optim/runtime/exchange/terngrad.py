@@ -30,6 +30,7 @@ class TernGrad(Lossy):
         super().__init__(generator=generator)
         self._phases = phases
         self._ranks = phases.ranks
+        self._counts: dict[tuple[int, ...], torch.Tensor] = {}  # sizes of pieces → themselves, on the device
         self._sum_bits = 4 if 2 * self._ranks + 1 <= 16 else 8
 
     def mean(self, bucket: Bucket) -> None:
@@ -37,9 +38,7 @@ class TernGrad(Lossy):
         size, ranks = bucket.flat.numel(), self._ranks
         clipped, scalers = scalers_of(bucket)
         self._phases.largest(scalers)
-        counts = torch.tensor(
-            [torch.Size(piece.shape).numel() for piece in bucket.pieces], device=scalers.device
-        )
+        counts = self._counts_of(bucket)
         each = torch.repeat_interleave(scalers, counts, output_size=size)
         length = -(-size // (8 * ranks)) * 8
         codes = ternary(clipped, each.clamp_min(torch.finfo(torch.float32).tiny), self.generator)
@@ -52,6 +51,12 @@ class TernGrad(Lossy):
         sent = one_phase_bytes(payload.numel() + answer.numel() * ranks, ranks)
         sent += all_reduce_bytes(scalers.numel() * 4, ranks)
         self.traffic.add(sent, all_reduce_bytes(size * bucket.flat.element_size(), ranks))
+
+    def _counts_of(self, bucket: Bucket) -> torch.Tensor:
+        sizes = tuple(int(torch.Size(piece.shape).numel()) for piece in bucket.pieces)
+        if sizes not in self._counts:
+            self._counts[sizes] = torch.tensor(sizes, device=bucket.flat.device)
+        return self._counts[sizes]
 
 
 def scalers_of(bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:

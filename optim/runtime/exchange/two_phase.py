@@ -115,7 +115,7 @@ class TwoPhase(Lossy):
         answer = codec.encode(averaged.unsqueeze(0))
         everyone = codec.decode(self._phases.gathered(answer), length, rows.dtype)
         result = everyone.view(-1)[:size]
-        if residuals is not None:
+        if residuals is not None and old is not None and old_averaged is not None:
             finite = torch.isfinite(result).all()  # the same on every rank, since the bits are
             left = rows - codec.decode(payload, length, rows.dtype)
             residuals.keep_own(bucket, torch.where(finite, left.view(-1)[:size], old))
