@@ -19,6 +19,7 @@ from trine.optim.runtime.exchange.ring import ring_plan
 from trine.optim.runtime.exchange.schedule import Plan
 from trine.optim.runtime.exchange.scheduled import ScheduledSum
 from trine.optim.runtime.exchange.tree import tree_plan
+from trine.optim.runtime.exchange.trial import corrected
 from trine.optim.runtime.exchange.two_level import two_level_plan
 from trine.optim.topology import Topology
 
@@ -100,10 +101,10 @@ def counted(rank: int, name: str, ranks: int, elements: int) -> int:
 def costs_and_choices(rank: int, ranks: int) -> Any:
     """What ``auto`` measures and chooses on nodes of two, and that what it chose sums by size."""
     topology = Topology(rank, ranks, 2)
-    costs = selection.measure_costs(topology, CPU)
-    chosen = selection.ranges(costs, selection.candidates("auto", topology), 2**22)
-    # Every candidate in turn, by size: the thresholds must lead to the right one on every rank.
     names = selection.candidates("auto", topology)
+    costs = corrected(selection.measure_costs(topology, CPU), names, 2**22, CPU)
+    chosen = selection.ranges(costs, names, 2**22)
+    # Every candidate in turn, by size: the thresholds must lead to the right one on every rank.
     forced = [selection.Range(2 ** (8 + n), name, 0.0) for n, name in enumerate(names)]
     summed = selection.Selected(forced, costs, topology, distributed.group.WORLD)
     exact = True

@@ -86,7 +86,7 @@ class BucketTuning:
         def hook_of(place: int) -> Callable[[torch.Tensor], None]:
             def mark(parameter: torch.Tensor) -> None:
                 if on_device:
-                    event = torch.cuda.Event(enable_timing=True)
+                    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                     event.record()
                     self._marks[place] = event
                 else:
@@ -95,7 +95,8 @@ class BucketTuning:
             return mark
 
         for place, parameter in enumerate(self._parameters):
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook_of(place)))
+            added = parameter.register_post_accumulate_grad_hook(hook_of(place))  # type: ignore[no-untyped-call]
+            self._hooks.append(added)
 
     def _decide(self) -> None:
         for hook in self._hooks:

@@ -29,7 +29,7 @@ def hinted_group(hints: Mapping[str, Any], device: torch.device) -> distributed.
         if name in hints:
             setattr(options.config, field, hints[name])
     with _set(environment_of(hints)):
-        group = distributed.new_group(
+        group: distributed.ProcessGroup = distributed.new_group(
             backend="nccl", pg_options=options, group_desc="trine gradients, with NCCL hints"
         )
         # Communicators are made by the first collective: it must be now, while the variables are set.

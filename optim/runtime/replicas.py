@@ -44,7 +44,7 @@ def hook_of(given: torch.nn.Module) -> str | None:
     if given._comm_hooks:
         hook, _ = given._comm_hooks[0]
         return str(getattr(hook, "__name__", type(hook).__name__))
-    known = str(given._get_ddp_logging_data().get("comm_hook", ""))
+    known = str(_logged(given).get("comm_hook", ""))
     return known.rpartition(".")[2] if known.startswith("BuiltinCommHookType") else None
 
 
@@ -76,7 +76,7 @@ def wrap_anew(
     wrapped = DistributedDataParallel(given.module, **{**kept, **options})
     wrapped.broadcast_buffers = given.broadcast_buffers  # as an argument it is deprecated
     wrapped.require_backward_grad_sync = given.require_backward_grad_sync
-    wrapped.train(given.training)
+    wrapped.training = given.training
     for hook, state in given._comm_hooks:
         wrapped.register_comm_hook(state, hook)
 
@@ -130,9 +130,15 @@ class DdpTimes:
             return {}
         if self._step > _SAMPLED_FIRST and self._step % _SAMPLED_EVERY:
             return {}
-        data = wrapped._get_ddp_logging_data()
+        data = _logged(wrapped)
         sample = (id(wrapped), data.get("iteration"))
         if sample == self._seen or not data.get("backward_comm_time"):
             return {}
         self._seen = sample
         return data
+
+
+def _logged(wrapped: DistributedDataParallel) -> Mapping[str, Any]:
+    """What DDP knows of itself: its options, its buckets, and times of its last sampled backward in nanoseconds."""
+    data: Mapping[str, Any] = wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    return data

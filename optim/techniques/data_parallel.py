@@ -220,12 +220,12 @@ class _Automatic:
 
         self._assembly = assembly
         link = link_of("all_reduce", assembly.facts.device, assembly.process_group)
-        # Ring, tree and two-level know what they cost.
-        predicted = getattr(getattr(assembly.reduction, "sum_over", None), "seconds", lambda size: None)
-        known = predicted(_MIB) is not None
-        self._seconds: Callable[[float], float] = predicted if known else link.seconds
+        self._seconds: Callable[[float], float] = link.seconds
         self._told = str(link)
-        if assembly.reduction is not None and known:
+        # Ring, tree and two-level know what they cost.
+        predicted: Any = getattr(getattr(assembly.reduction, "sum_over", None), "seconds", None)
+        if assembly.reduction is not None and predicted is not None and predicted(_MIB) is not None:
+            self._seconds = predicted
             self._told = f"communication.algorithm = {assembly.reduction.name} as predicted"
         if assembly.config.communication.compression != "none":
             self._told += ", as if not compressed"

@@ -157,6 +157,7 @@ def _apply_algorithm(assembly: Assembly, algorithm: str) -> None:
     from trine.optim.runtime.exchange.hooks import install
     from trine.optim.runtime.exchange.sums import AllReduce
     from trine.optim.runtime.exchange.thread import thread_of
+    from trine.optim.runtime.exchange.trial import corrected
 
     facts = assembly.facts
     topology = facts.topology
@@ -165,6 +166,8 @@ def _apply_algorithm(assembly: Assembly, algorithm: str) -> None:
     # A ring has nothing to decide by them, but bucket_mib = "auto" has.
     is_needed = algorithm != "ring" or assembly.config.communication.bucket_mib == "auto"
     costs = selection.measure_costs(topology, facts.device) if is_needed else None
+    if costs is not None:
+        costs = corrected(costs, names, gradients, facts.device)
     if costs is None:
         choices: tuple[selection.Range, ...] = (selection.Range(gradients, "ring", 0.0),)
         note = f"{topology.ranks} ranks"

@@ -9,15 +9,16 @@ each other down them (Hockney 1994; Thakur, Rabenseifner and Gropp, IJHPCA 19, 2
     two_level  2(m-1) · (α' + S/(mβ')) + ring or tree over k of S/m + S/γ · (m-1)/m      α', β': inside a node
     backend    α'' + S/β''                                       its own all-reduce, measured as a whole
 
-The tree's C that costs least is √((2H-1) · L·S/(2αβ)). Every number is agreed by all ranks, so all choose alike.
+The tree's C that costs least is √((2H-1) · L·S/(2αβ)). A short trial corrects each prediction for what single messages
+do not meet. Every number is agreed by all ranks, so all choose alike.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -47,6 +48,8 @@ __all__ = [
 ]
 
 MOST_PIECES = 64
+#: What a change from the backend's own all-reduce must promise: less is within the prediction's error.
+MARGIN = 0.1
 #: Sizes between which choices are told apart: a factor of two is finer than the prediction.
 SMALLEST_BYTES = 2**10
 
@@ -59,9 +62,14 @@ class Costs:
     shift: Links
     backend: Link
     add_bytes_per_s: float
+    #: Name → (size, measured / predicted) at two sizes, the smaller first (:mod:`trine.optim.runtime.exchange.trial`).
+    factors: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def seconds(self, name: str, size_bytes: float) -> float:
         """Predicted time of the all-reduce called ``name`` (one of :func:`candidates`) on ``size_bytes``."""
+        return self._modelled(name, size_bytes) * _factor(self.factors.get(name, ()), size_bytes)
+
+    def _modelled(self, name: str, size_bytes: float) -> float:
         ranks, size, nodes = self.topology.ranks, self.topology.ranks_per_node, self.topology.nodes
         adding = 1 / self.add_bytes_per_s
         if name == "backend":
@@ -106,7 +114,7 @@ def best_pieces(size_bytes: float, ranks: int, shift: Link) -> int:
     """Chunks in each tree's half that cost least, as a power of two up to :data:`MOST_PIECES`."""
     whole = tree_load(ranks) * size_bytes / (2 * shift.bytes_per_s)
     exact = math.sqrt(_fixed_steps(ranks) * whole / shift.alpha_s)
-    return min(MOST_PIECES, 2 ** round(math.log2(max(exact, 1.0))))
+    return min(MOST_PIECES, 1 << round(math.log2(max(exact, 1.0))))
 
 
 def candidates(algorithm: str, topology: Topology) -> tuple[str, ...]:
@@ -128,12 +136,19 @@ def measure_costs(topology: Topology, device: torch.device) -> Costs:
 
 
 def ranges(costs: Costs, names: Sequence[str], largest_bytes: int) -> tuple[Range, ...]:
-    """The fastest of ``names`` by size, in powers of two from 1 KiB to what holds ``largest_bytes``."""
+    """The fastest of ``names`` by size, in powers of two from 1 KiB to what holds ``largest_bytes``.
+
+    Another than the backend's own must promise to be faster by :data:`MARGIN`.
+    """
+    needed = 1 + MARGIN if "backend" in names else 1.0
     last = max(SMALLEST_BYTES, 2 ** math.ceil(math.log2(max(largest_bytes, 1))))
     found: list[Range] = []
     size = SMALLEST_BYTES
     while size <= last:
-        seconds, name = min((costs.seconds(name, size), name) for name in names)
+        _, seconds, name = min(
+            (seconds if name == "backend" else seconds * needed, seconds, name)
+            for name, seconds in ((name, costs.seconds(name, size)) for name in names)
+        )
         if found and found[-1].name == name:
             found.pop()
         found.append(Range(size, name, seconds))
@@ -192,6 +207,17 @@ class Selected:
 
 
 # --- parts -------------------------------------------------------------------------------------
+
+
+def _factor(points: tuple[tuple[float, float], ...], size_bytes: float) -> float:
+    """Between two points a straight line in the logarithms of both; outside of them the nearer one's."""
+    if not points:
+        return 1.0
+    (small, at_small), (large, at_large) = points
+    if small == large:
+        return at_small
+    share = min(1.0, max(0.0, math.log(max(size_bytes, 1.0) / small) / math.log(large / small)))
+    return math.exp((1 - share) * math.log(at_small) + share * math.log(at_large))
 
 
 def _fixed_steps(ranks: int) -> int:
@@ -258,7 +284,11 @@ def inputs(costs: Costs) -> str:
     found = [
         f"{name} {_link(link)}" for name, link in (*parts, ("backend", costs.backend)) if link is not None
     ]
-    return f"{', '.join(found)}; {costs.backend.backend}, {costs.shift.whole.source}"
+    tried = next(iter(costs.factors.values()), ())
+    trial = (
+        f", corrected by a trial at {' and '.join(_size(int(size)) for size, _ in tried)}" if tried else ""
+    )
+    return f"{', '.join(found)}; {costs.backend.backend}, {costs.shift.whole.source}{trial}"
 
 
 def _link(link: Link) -> str:
