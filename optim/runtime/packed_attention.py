@@ -11,12 +11,10 @@ CUDA, since flex has no backward on CPU).
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 
 from trine.optim.runtime.documents import Documents
 
@@ -25,12 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Visible", "attend", "visible_of"]
 
-#: Every token before and none behind, as this version of PyTorch says it.
-_CAUSAL: dict[str, Any] = (
-    {"is_causal": True}
-    if "is_causal" in inspect.signature(varlen_attn).parameters
-    else {"window_size": (-1, 0)}
-)
 #: What a token may see: a mask (rows, 1, length, length), a block mask, or the documents themselves.
 Visible: TypeAlias = "torch.Tensor | BlockMask | Documents"
 
@@ -63,43 +55,53 @@ def attend(
         raise ValueError("variable-length and flex attention have no dropout: use sdpa, or no dropout")
     if isinstance(visible, Documents):
         return _varlen(query, key, value, visible, shared)
-    mixed: torch.Tensor = _compiled_flex()(query, key, value, block_mask=visible, enable_gqa=shared)
-    return mixed
+    return _flex(query, key, value, visible, shared)
 
 
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, shared: bool
 ) -> torch.Tensor:
     """Rows end to end, as one sequence with borders; padding at a row's end is a document of its own."""
+    from torch.nn.attention.varlen import varlen_attn  # takes seconds to load, and few need it
+
     rows, heads, length, width = query.shape
-    flat = [each.transpose(1, 2).reshape(rows * length, -1, width) for each in (query, key, value)]
-    options = {**_CAUSAL, "enable_gqa": True} if shared else _CAUSAL
+    query, key, value = (
+        each.transpose(1, 2).reshape(rows * length, -1, width) for each in (query, key, value)
+    )
+    options: dict[str, Any] = {"enable_gqa": True} if shared else {}  # of PyTorch 2.13 on
     borders, longest = documents.cu_seqlens, documents.longest
-    mixed: Any = varlen_attn(*flat, borders, borders, longest, longest, **options)
+    # Every token before and none behind it.
+    mixed: Any = varlen_attn(
+        query, key, value, borders, borders, longest, longest, window_size=(-1, 0), **options
+    )
     result: torch.Tensor = mixed.view(rows, length, heads, width).transpose(1, 2)
     return result
 
 
+def _flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: BlockMask, shared: bool
+) -> torch.Tensor:
+    """Compiled by itself where nothing around it is: else it would store the whole matrix of scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    mixed: torch.Tensor = flex(query, key, value, block_mask=visible, enable_gqa=shared)
+    return mixed
+
+
 def _block_mask(numbers: torch.Tensor) -> BlockMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
     rows, length = numbers.shape
 
     def same_document(row: Any, head: Any, query: Any, key: Any) -> Any:
         return (query >= key) & (numbers[row, query] == numbers[row, key])
 
-    mask: BlockMask = _compiled_block_mask()(same_document, rows, None, length, length, device=numbers.device)
+    make: Any = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
+    mask: BlockMask = make(same_document, rows, None, length, length, device=numbers.device)
     return mask
 
 
-@functools.lru_cache(maxsize=1)
-def _compiled_block_mask() -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask)
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled_flex() -> Any:
-    """Without compilation flex attention stores the whole matrix of scores."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
+@functools.lru_cache(maxsize=2)
+def _compiled(function: Any) -> Any:
+    return torch.compile(function)

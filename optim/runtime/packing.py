@@ -213,7 +213,7 @@ class Packer:
             fill = sequences.filler if name == sequences.ids else IGNORED if name == sequences.targets else 0
             rows = value.new_full((len(plan) * length, *value.shape[1:]), fill)
             rows[target.to(value.device)] = value[source.to(value.device)]
-            packed[name] = rows.unflatten(0, (len(plan), length))
+            packed[name] = rows.view(len(plan), length, *value.shape[1:])
         self._add_inputs(packed, positions.view(len(plan), length), Documents.of(lengths, length))
         packed.lengths, packed.length, packed.slots_before = lengths, length, sequences.slots
         packed.packer, packed.names = self, (sequences.ids, sequences.targets)

@@ -125,14 +125,14 @@ def _lengths(named: Mapping[str, Any], ids_name: str, targets_name: str, key: st
     if mask is not None:
         if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
             raise UsageError(f"{key}: the batch's attention_mask is not of its ids' shape {tuple(ids.shape)}")
-        lengths = mask.ne(0).sum(1)
-        if not torch.equal(mask.ne(0), torch.arange(ids.shape[1], device=mask.device) < lengths[:, None]):
+        counts = mask.ne(0).sum(1)
+        if not torch.equal(mask.ne(0), torch.arange(ids.shape[1], device=mask.device) < counts[:, None]):
             raise UsageError(f"{key}: the batch is padded on the left or within rows: pad it on the right")
-        return lengths.tolist()
+        return _numbers(counts)
     for name in _LENGTHS:
-        lengths = named.get(name)
-        if lengths is not None:
-            return [int(length) for length in lengths]
+        stated = named.get(name)
+        if stated is not None:
+            return [int(length) for length in stated]
     targets = named.get(targets_name)
     if targets is None or targets.shape != ids.shape or not ids.numel():
         return [ids.shape[1]] * ids.shape[0]
@@ -146,7 +146,11 @@ def _by_targets(ids: torch.Tensor, targets: torch.Tensor) -> list[int]:
     if int(ignored[longest]) == 0:
         return [ids.shape[1]] * ids.shape[0]
     padding = torch.minimum(ignored, _trailing(ids == ids[longest, -1]))
-    return (ids.shape[1] - padding).tolist()
+    return _numbers(ids.shape[1] - padding)
+
+
+def _numbers(counts: torch.Tensor) -> list[int]:
+    return [int(count) for count in counts.tolist()]
 
 
 def _trailing(flags: torch.Tensor) -> torch.Tensor:

@@ -149,8 +149,8 @@ def _dropout(modules: list[torch.nn.Module]) -> float:
     for module in modules:
         stated = getattr(module, "dropout", None)
         config = getattr(module, "config", None)
-        candidates = (stated, getattr(stated, "p", None), getattr(config, "attention_dropout", None))
-        candidates += (getattr(config, "attn_pdrop", None),)
+        candidates = [stated, getattr(stated, "p", None)]
+        candidates += [getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop")]
         found += [float(each) for each in candidates if isinstance(each, (int, float))]
     return max(found)
 
