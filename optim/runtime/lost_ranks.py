@@ -19,7 +19,7 @@ __all__ = ["PATIENCE_S", "explained", "is_of_a_group"]
 logger = logging.getLogger("trine")
 
 #: How long ranks that failed wait for each other's signs.
-PATIENCE_S = 5.0
+PATIENCE_S = 10.0
 
 _SIGN = "trine/lost_ranks"
 
