@@ -12,6 +12,7 @@ from typing import Any
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.verify import Tolerance
+from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal", "tolerance"]
 
@@ -27,8 +28,13 @@ def refusal(config: Config) -> str | None:
 
 
 def tolerance(config: Config) -> Tolerance | None:
-    """Steps hold other samples."""
-    return Tolerance(loss=float("inf"), gradient=None) if config.data.length_grouped else None
+    """There is none: steps hold other samples. Raises ``UsageError``, for who would compare them."""
+    if not config.data.length_grouped:
+        return None
+    raise UsageError(
+        "data.length_grouped gives each step other samples, so its losses cannot be compared with the plain run's: verify "
+        "the configuration without this key"
+    )
 
 
 def check(config: Config, facts: Facts) -> None:
@@ -51,6 +57,11 @@ def apply(assembly: Assembly) -> None:
 
     assembly.loaders.append(regroup)
     assembly.effects.append(
-        Effect(KEYS[0], "the sampler's order", f"sorted within {MEGA_BATCH} batches at most", "the batches shuffled")
+        Effect(
+            KEYS[0],
+            "the sampler's order",
+            f"sorted within {MEGA_BATCH} batches at most",
+            "the batches shuffled",
+        )
     )
     count_padding(assembly, KEYS[0], lambda: made[0].slots_before if made else 0)

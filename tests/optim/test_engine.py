@@ -274,7 +274,7 @@ REFUSED = [
     ({"checkpointing.mode": "full"}, "checkpointing.mode"),
     ({"offload.optimizer": "cpu"}, "offload.optimizer"),
     ({"activations.dtype": "bf16"}, "activations.dtype"),
-    ({"data.packing": True}, "data.packing"),
+    ({"data.packing": True, "data.shape_buckets": [64]}, "data.packing"),
     ({"parallel.tensor": 2}, "parallel.tensor"),
     ({"engine": "deepspeed"}, "engine"),
 ]

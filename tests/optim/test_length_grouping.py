@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 import trine
 from trine.optim.runtime import length_grouping
 from trine.optim.runtime.length_grouping import LengthGroupedBatches, lengths_of_dataset
+from trine.optim.techniques import tolerance_of
 from trine.record.errors import UsageError
 from trine.record.events import listen
 from trine.samples.text import pad_documents
@@ -228,3 +229,9 @@ def test_with_workers_and_with_packing() -> None:
     assert engine_losses(both, packed_loader(lengths, 8)) == pytest.approx(
         engine_losses(GROUPED, packed_loader(lengths, 8)), rel=1e-10
     )
+
+
+def test_steps_with_other_samples_are_not_verified() -> None:
+    with pytest.raises(UsageError, match=r"data\.length_grouped.*verify the configuration without this key"):
+        tolerance_of(trine.Config().with_changes(GROUPED))
+    assert tolerance_of(trine.Config().with_changes({"data.packing": True})).loss == 1e-5
