@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trine.optim.runtime.adoption import replace_parameters, retire
 from trine.optim.runtime.gathering import Gathering
+from trine.optim.runtime.local_steps import placed, step_on_shards
 from trine.optim.runtime.shard_units import odd_dtypes, sharded_units
 from trine.optim.techniques._assembly import Effect
 from trine.record.errors import UsageError
@@ -87,6 +88,7 @@ def shard_optimizer(assembly: Assembly, replicas: int, shards: int) -> None:
     named = [p for group in assembly.optimizer.param_groups for p in group["params"]]
     owned = [_owned(p, mesh, shards, place) for p in named if p.requires_grad]
     replace_parameters(assembly, {each.whole: each.held for each in owned}, shard_like)
+    step_on_shards(assembly.optimizer)
     gathering = Gathering([each.whole for each in owned if each.rows is not None], mesh.get_group("shard"))
 
     def collect() -> None:
@@ -117,11 +119,7 @@ def _owned(whole: nn.Parameter, mesh: DeviceMesh, shards: int, place: int) -> _O
 
 
 def _view(gradient: torch.Tensor, rows: tuple[int, int] | None, held: nn.Parameter) -> DTensor:
-    like = cast(DTensor, held)
-    local = gradient if rows is None else gradient[rows[0] : rows[1]]
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return placed(gradient if rows is None else gradient[rows[0] : rows[1]], held)
 
 
 def shard_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
@@ -268,6 +266,7 @@ def _adopt(
         old: replicas_of.get(old, after[name]) for name, old in before.items()
     }
     replace_parameters(assembly, replaced, shard_like)
+    step_on_shards(assembly.optimizer)
     held = [p for group in assembly.optimizer.param_groups for p in group["params"]]
     plain = sum(not isinstance(p, DTensor) for p in held)
     if plain:  # it would train nothing, silently

@@ -171,7 +171,12 @@ class Update:
             inspect()
         if self._clip_norm is not None:
             parameters = [p for group in assembly.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+            if assembly.config.zero.stage == 0:
+                torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+            else:
+                from trine.optim.runtime.local_steps import clip_gradients
+
+                clip_gradients(parameters, self._clip_norm)
         assembly.optimizer.step()
         return True
 
