@@ -69,7 +69,7 @@ class RecomputationWatch:
         self._original = checks[_CHECK]
         checks[_CHECK] = self._saved
         self._hook = torch_checkpoint._checkpoint_hook
-        torch_checkpoint._checkpoint_hook = self._naming(self._hook)
+        torch_checkpoint._checkpoint_hook = self._naming(self._hook)  # type: ignore[misc]
         self._handles = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -80,7 +80,7 @@ class RecomputationWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         torch_checkpoint._allowed_determinism_checks_to_fns[_CHECK] = self._original
-        torch_checkpoint._checkpoint_hook = self._hook
+        torch_checkpoint._checkpoint_hook = self._hook  # type: ignore[misc]
         for handle in self._handles:
             handle.remove()
         self._entered.clear()

@@ -20,9 +20,11 @@ from torch import nn
 from torch.nn import functional
 
 import trine
+from trine.optim._facts import facts_of
 from trine.optim.runtime import memory_fit
 from trine.optim.runtime.checkpointed import Region, checkpoint_in_place
 from trine.optim.runtime.recompute_plan import Candidate, choose, peak_of
+from trine.optim.techniques import checkpointing
 from trine.optim.techniques.checkpointing import _matches
 from trine.record.errors import UsageError
 
@@ -435,22 +437,19 @@ def test_globs_match_by_the_parts_of_a_name(pattern: str, name: str, matches: bo
 # --- the compiler ------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns itself
 def test_the_compilers_own_budget_is_refused_with_dropout() -> None:
     from torch._functorch import config as compiler
 
-    for dropout, refused in ((0.1, True), (0.0, False)):
+    config = trine.Config().with_changes(FULL | {"compute.compile": "blocks"})
+    for dropout, budget, refused in ((0.1, 0.5, True), (0.0, 0.5, False), (0.1, 1.0, False)):
         model = optim_cases.small_gpt(layers=2, dropout=dropout)
-        changes = FULL | {"compute.compile": "blocks"}
-        with compiler.patch(activation_memory_budget=0.5):
-            try:
-                trine.optimize(
-                    model, torch.optim.SGD(model.parameters(), lr=0.1), trine.Config().with_changes(changes)
-                )
-            except UsageError as error:
-                assert refused and "activation_memory_budget = 0.5" in str(error)
+        facts = facts_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with compiler.patch(activation_memory_budget=budget):
+            if refused:
+                with pytest.raises(UsageError, match=r"activation_memory_budget = 0\.5"):
+                    checkpointing.check(config, facts)
             else:
-                assert not refused
+                checkpointing.check(config, facts)
 
 
 @pytest.mark.slow
