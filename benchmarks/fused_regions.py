@@ -3,8 +3,8 @@
     python benchmarks/fused_regions.py                 every region in fp32 and bf16
     python benchmarks/fused_regions.py norm --rows 512
 
-Both sides run alternately in one process on one thread (``--threads``), and the ratio of their medians is printed, so
-that other work on the machine hits both alike. Kept is what lies between forward and backward, the result included;
+Both sides run alternately in one process on one thread (``--threads``), and the processor time of each is taken, so
+that other work on the machine matters little: medians and their ratio. Kept is what lies between forward and backward, the result included;
 peak what both allocate at most; neither counts inputs.
 ``chosen`` marks the implementation that ``compute.fuse`` takes on this machine; compilation is not in the times.
 """
@@ -82,9 +82,9 @@ def measured(words: tuple[str, ...] = (), rows: int = 2048, repeats: int = 15) -
             times: tuple[list[float], list[float]] = ([], [])
             for _ in range(repeats):
                 for side, found in zip(sides, times, strict=True):
-                    began = time.perf_counter()
+                    began = time.process_time()
                     side()
-                    found.append(time.perf_counter() - began)
+                    found.append(time.process_time() - began)
             plain, fused = (statistics.median(found) for found in times)
             yield Row(
                 trial.region,

@@ -87,6 +87,20 @@ def test_a_healthy_run_is_only_reported(caplog: pytest.LogCaptureFixture) -> Non
     )
 
 
+def test_widths_of_shape_buckets_are_expected(caplog: pytest.LogCaptureFixture) -> None:
+    model = optim_cases.small_gpt()
+    config = {"compute": {"compile": "blocks"}, "data": {"shape_buckets": [4, 8, 16, 32]}}
+    with torch._dynamo.config.patch(recompile_limit=8):
+        engine = trine.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+        compiled = torch.compile(_multiplied, backend="eager", dynamic=False)
+        for length in (4, 8, 16, 32):
+            compiled(torch.randn(length), "a")
+            for after in engine._assembly.after_step:
+                after()
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        engine.close()
+
+
 def test_a_watch_that_is_gone_hears_nothing() -> None:
     from torch._dynamo.callback import callback_handler
 

@@ -360,3 +360,73 @@ def test_attention_ends_at_documents_as_by_mask(kind: str, heads: int) -> None:
 def test_attention_that_cannot_run_packed_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(trine.TrineError, match=words):
         document_losses({"data.packing": True, **changes})
+
+
+# --- fused regions -----------------------------------------------------------------------------
+
+
+def test_regions_are_the_same_as_eager() -> None:
+    """Liger's kernels where installed, else compiled ones; the optimizer as well."""
+    shape = {"norm": "rms", "mlp": "swiglu", "positions": "rotary", "attention": "sdpa"}
+    names = ["norm", "mlp", "rotary", "bias_dropout_residual", "cross_entropy", "optimizer"]
+    plain, _ = train({}, **shape)
+    fused, engine = train({"compute.fuse": names}, **shape)
+    assert apart(fused, plain) <= 1e-4
+    assert any("compiled region" in str(each) or "Liger" in str(each) for each in engine.effects)
+    low, _ = train({"compute.fuse": names, "precision.dtype": "bf16"}, **shape)
+    assert apart(low, plain) <= 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_liger_against_eager(dtype: torch.dtype) -> None:
+    from trine.optim.runtime import regions
+
+    if regions.liger() is None:
+        pytest.skip("liger-kernel is not installed")
+    bodies, torch_functional = regions.bodies, torch.nn.functional
+    targets = torch.randint(0, 1000, (128,), device="cuda")
+    targets[:9] = -100
+    tables = regions.rotary_tables(torch.arange(32, device="cuda"), 64, dtype=dtype)
+    cases: list[tuple[str, Any, Any, list[tuple[int, ...]]]] = [
+        (
+            "layer_norm",
+            regions.layer_norm,
+            lambda x, w, b: bodies.layer_norm(x, w, b, 1e-5),
+            [(4, 32, 256), (256,), (256,)],
+        ),
+        (
+            "rms_norm",
+            lambda x, w: regions.rms_norm(x, w, 1e-6),
+            lambda x, w: bodies.rms_norm(x, w, 1e-6),
+            [(4, 32, 256), (256,)],
+        ),
+        ("gated", regions.gated, bodies.gated, [(4, 32, 256), (4, 32, 256)]),
+        (
+            "rotary",
+            lambda q, k: regions.rotary(q, k, *tables),
+            lambda q, k: bodies.rotary(q, k, *tables),
+            [(2, 4, 32, 64), (2, 2, 32, 64)],
+        ),
+        (
+            "linear_cross_entropy",
+            lambda h, w: regions.linear_cross_entropy(h, w, targets),
+            lambda h, w: torch_functional.cross_entropy((h @ w.T).float(), targets),
+            [(128, 256), (1000, 256)],
+        ),
+    ]
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    for name, ours, theirs, shapes in cases:
+        torch.manual_seed(0)
+        inputs = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
+        assert regions.implementation(name, inputs[0]) == "liger", name
+        kept = [each.detach().clone() for each in inputs]
+        found = []
+        for function in (ours, theirs):
+            out = function(*inputs)
+            out = out if isinstance(out, tuple) else (out,)
+            found.append([*out, *torch.autograd.grad(out, inputs, [torch.ones_like(each) for each in out])])
+        for a, b in zip(*found, strict=True):
+            assert float((a.float() - b.float()).norm() / b.float().norm()) <= tolerance, name
+        assert all(torch.equal(a, b) for a, b in zip(inputs, kept, strict=True)), (
+            f"{name} wrote to its inputs"
+        )
