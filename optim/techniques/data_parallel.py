@@ -138,23 +138,16 @@ def best_bucket_bytes(gradient_bytes: int, alpha_s: float, bytes_per_s: float) -
 # --- parts -------------------------------------------------------------------------------------
 
 
-def _compiled_key(config: Config) -> str | None:
-    """The key by which something is compiled inside DDP's forward."""
-    if config.compute.compile is not False:
-        return "compute.compile"
-    return "compute.fuse" if set(config.compute.fuse) - {"optimizer"} else None
-
-
 def _check_compiled(config: Config, facts: Facts) -> None:
-    compiled = _compiled_key(config)
-    if compiled is None or facts.ranks == 1:
+    """Compiled regions (``compute.fuse``) keep PyTorch's cutter out; blocks and whole models do not."""
+    if config.compute.compile is False or facts.ranks == 1:
         return
     size = max(
         (config[key] for key in (_BUCKET, _FIRST) if isinstance(config[key], (int, float))), default=None
     )
     if config[_BUCKET] not in (None, "auto") and size is not None and size < LEAST_BUCKET_MIB:
         raise UsageError(
-            f"{_BUCKET} = {size:g} is too small for {compiled}: PyTorch cuts compiled graphs at DDP's buckets and takes "
+            f"{_BUCKET} = {size:g} is too small for compute.compile: PyTorch cuts compiled graphs at DDP's buckets and takes "
             f"none below {LEAST_BUCKET_MIB:g} MiB. Use that, or drop one of them"
         )
 
@@ -232,7 +225,7 @@ class _Automatic:
         size = best_bucket_bytes(_gradient_bytes(assembly), link.alpha_s, link.bytes_per_s)
         #: PyTorch cut the compiled graph at these buckets: they stay.
         self._is_final = assembly.config.compute.compile == "model"
-        is_compiled = _compiled_key(assembly.config) is not None
+        is_compiled = assembly.config.compute.compile is not False
         self._least_bytes = int(LEAST_BUCKET_MIB * _MIB) if is_compiled else LEAST_CAP_BYTES
         size = max(size, self._least_bytes if is_compiled else 0)
         self._first_bytes = size

@@ -234,12 +234,11 @@ def test_no_overlap_and_buckets_contradict_each_other(two_ranks: Any, key: str) 
         assert key in said
 
 
-@pytest.mark.parametrize(
-    "compiled", [{"compute.compile": "blocks"}, {"compute.compile": "model"}, {"compute.fuse": ["mlp"]}]
-)
-def test_buckets_too_small_for_what_is_compiled_are_refused(two_ranks: Any, compiled: dict[str, Any]) -> None:
-    for said in two_ranks.run("optim_cases:refused", 2, {"communication.bucket_mib": 0.5, **compiled}):
-        assert "communication.bucket_mib = 0.5 is too small for " + next(iter(compiled)) in said
+@pytest.mark.parametrize("compiled", ["blocks", "model"])
+def test_buckets_too_small_for_what_is_compiled_are_refused(two_ranks: Any, compiled: str) -> None:
+    changes = {"communication.bucket_mib": 0.5, "compute.compile": compiled}
+    for said in two_ranks.run("optim_cases:refused", 2, changes):
+        assert "communication.bucket_mib = 0.5 is too small for compute.compile" in said
 
 
 def test_alone_there_is_nothing_to_overlap() -> None:
