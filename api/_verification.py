@@ -45,7 +45,9 @@ class Sides:
         Raises ``UsageError`` where a side cannot run.
         """
         self._given = given
-        find_program(self._command[0], self._arguments.module)  # a wrong name is found before anything is started
+        find_program(
+            self._command[0], self._arguments.module
+        )  # a wrong name is found before anything is started
         path = self._arguments.config
         config = None if path is None else Config.from_toml(path)
         self._say("plain …")
@@ -87,6 +89,10 @@ class Sides:
         self._say("optimised …" if config is None or self._runs == 1 else "  running")
         optimised = self._run(config, "optimised")
         applied = Config.from_dict(_facts(optimised).get("configuration", {}))
+        if not applied.changes():
+            raise UsageError(
+                "nothing to prove: the configuration changes nothing; give one with --config in front of the script"
+            )
         stated = tolerance_of(applied)
         loss, gradient = self._given
         tolerance = Tolerance(

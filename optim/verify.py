@@ -17,11 +17,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy
+from typing import TYPE_CHECKING, Any
 
 from trine.record.errors import UnreadableInput
+
+if TYPE_CHECKING:
+    import numpy
 
 __all__ = ["Check", "Tolerance", "Verification", "compare"]
 
@@ -169,6 +170,8 @@ def _gradients(
     """Of the first step, at the same parameters on both sides."""
     if tolerance.gradient is None:
         return None
+    import numpy  # a part of a second, which the command line need not wait for
+
     with (
         numpy.load(plain_folder / "rank-0.npz") as theirs,
         numpy.load(optimised_folder / "rank-0.npz") as ours,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +36,6 @@ def main() -> None:
 @contextlib.contextmanager
 def _watched(plan: dict[str, Any]) -> Iterator[None]:
     started: list[Any] = []
-    random.seed(plan["seed"])
     call_after_import("torch", lambda: started.append(_begin(plan)))
     try:
         yield
@@ -51,17 +49,13 @@ def _watched(plan: dict[str, Any]) -> Iterator[None]:
 
 def _begin(plan: dict[str, Any]) -> Any:
     """Seed, and put the witness in place. Returns what ends it."""
-    import numpy
-    import torch
-
     from trine.optim._override import set_override
-    from trine.optim.runtime.witness import Witness
+    from trine.optim.runtime.witness import Witness, seed_all
     from trine.optim.techniques._unedited import install, refusals_without_code
     from trine.profiler.automatic import Discovery
     from trine.record.errors import UsageError
 
-    torch.manual_seed(plan["seed"])
-    numpy.random.seed(plan["seed"])
+    seed_all(plan["seed"])
     config = None if plan["config"] is None else Config.from_dict(plan["config"])
     witness = Witness(Path(plan["folder"]), config, plan["steps"])
     set_override(witness)

@@ -19,7 +19,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trine._verification import Sides
 from trine._verification_words import as_json, as_text
 from trine.optim.verify import Verification
 from trine.record.errors import UsageError
@@ -67,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("steps", "ranks"):
         if getattr(arguments, name) < 1:
             raise UsageError(f"--{name} takes 1 or more")
+    from trine._verification import Sides
+
     with tempfile.TemporaryDirectory(prefix="trine-verify-") as folder:
         sides = Sides(Path(folder), command, arguments, _say)
         verification = sides.verify(_given(arguments))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,19 @@ if TYPE_CHECKING:
     from trine.optim.config import Config
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["WATCHED_STEPS", "Witness"]
+__all__ = ["WATCHED_STEPS", "Witness", "seed_all"]
 
 #: Steps whose recomputed activations are compared with the original ones: two checksums of every saved tensor.
 WATCHED_STEPS = 3
 
 logger = logging.getLogger("trine")
+
+
+def seed_all(seed: int) -> None:
+    """Python's, numpy's and torch's generators: both sides draw the same, as far as they draw from these."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 class Witness:
