@@ -99,7 +99,8 @@ class CompileWatch:
         for name, each in anew.items():
             self.recompiled[name] += 1
             gave_up = "recompile limit" in (each.fail_reason or "").lower()
-            if name not in self.warned and (gave_up or self.recompiled[name] >= self._most):
+            endless = self.recompiled[name] >= self._most and name not in self.warned
+            if gave_up or endless:
                 self.warned.add(name)
                 logger.warning("%s", self._complaint(name, each, gave_up))
 

@@ -87,7 +87,7 @@ def _parts(module: nn.Module) -> Iterator[Part]:
 def _replace(module: nn.Module, forward: Forward) -> None:
     # Bound, so that copies of the model are bound to themselves.
     forward.__name__ = "forward"
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = MethodType(forward, module)
 
 
 # --- norms -------------------------------------------------------------------------------------
