@@ -38,7 +38,7 @@ _Swap = tuple[DTensor, nn.Parameter, dict[str, Any]]
 
 def placed(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """A DTensor of this rank's part, placed as ``like`` is. As FSDP2 makes its own, without autograd."""
-    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined,no-untyped-call]
 
 
 def step_on_shards(optimizer: torch.optim.Optimizer) -> bool:
@@ -76,7 +76,7 @@ def _enter(optimizer: torch.optim.Optimizer, held: Any, swapped: list[_Swap]) ->
     plain = nn.Parameter(held._local_tensor, requires_grad=held.requires_grad)
     if isinstance(held.grad, DTensor):
         plain.grad = held.grad._local_tensor
-    state = optimizer.state.pop(held, None)  # type: ignore[call-overload]
+    state = optimizer.state.pop(held, None)
     if state:
         optimizer.state[plain] = {
             key: value._local_tensor if isinstance(value, DTensor) else value for key, value in state.items()

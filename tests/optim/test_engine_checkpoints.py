@@ -26,7 +26,9 @@ def _engine(**changes: Any) -> Any:
 # --- resumed -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_memory", [False, True], ids=["folder", "memory"])
+@pytest.mark.parametrize(
+    "in_memory", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["folder", "memory"]
+)
 @pytest.mark.parametrize(
     "changes",
     [

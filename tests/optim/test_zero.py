@@ -56,10 +56,14 @@ def test_the_record_shows_it(two_ranks: RankPool, tmp_path: Path) -> None:
 # --- the live optimizer ------------------------------------------------------------------------
 
 
+_SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("amsgrad", "foreach", "adagrad", "rmsprop", "nadam")
+]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(
-    "name", ["adamw", "amsgrad", "fused", "foreach", "sgd", "adagrad", "rmsprop", "nadam"]
-)
+@pytest.mark.parametrize("name", ["adamw", "fused", "sgd", *_SLOW])
 def test_a_live_optimizer_is_adopted_with_its_state(two_ranks: RankPool, name: str, stage: int) -> None:
     answers = two_ranks.run("zero_cases:adopted", name, stage, False)
     for found in answers:
