@@ -84,7 +84,7 @@ def train(arguments: argparse.Namespace, rank: int, ranks: int, device: torch.de
     """An epoch, or as many steps of it as were asked for."""
     torch.manual_seed(0)
     data = Snippets()
-    sampler = DistributedSampler(data, ranks, rank)
+    sampler: DistributedSampler[object] = DistributedSampler(data, ranks, rank)
     loader = DataLoader(data, arguments.batch, sampler=sampler, drop_last=True)
     model: nn.Module = Classifier(arguments.hidden, arguments.layers).to(device)
     if ranks > 1:

@@ -131,7 +131,7 @@ class DelayedGradients:
         self._spare = None
         missing = [place for place, p in enumerate(self._parameters) if p.grad is None]
         for flat, places in zip(flats, self._by_dtype.values(), strict=True):
-            parts = flat.split([self._parameters[place].numel() for place in places])
+            parts = torch.split(flat, [self._parameters[place].numel() for place in places])
             held = [(part, self._parameters[place].grad) for part, place in zip(parts, places, strict=True)]
             filled = [(part.view_as(gradient), gradient) for part, gradient in held if gradient is not None]
             if filled:
@@ -158,7 +158,7 @@ class DelayedGradients:
             used = flight.counts[1:].tolist()
             absent = {place for place in flight.missing if not used[place]}
         for flat, places in zip(flight.flats, self._by_dtype.values(), strict=True):
-            parts = flat.split([self._parameters[place].numel() for place in places])
+            parts = torch.split(flat, [self._parameters[place].numel() for place in places])
             for part, place in zip(parts, places, strict=True):
                 parameter = self._parameters[place]
                 parameter.grad = None if place in absent else part.view_as(parameter)

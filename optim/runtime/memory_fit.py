@@ -88,7 +88,7 @@ def measured_bytes(device: torch.device, run: Callable[[], Any]) -> int:
         run()
         torch.cuda.synchronize(device)
         return max(0, torch.cuda.max_memory_allocated(device) - before)
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return _saved_bytes(run)
     with _quiet_profiler() as profiler:
         run()

@@ -268,8 +268,6 @@ def test_workers_would_repeat_an_iterable_dataset() -> None:
 
 REFUSED = [
     ({"compute.attention": "flex"}, "compute.attention"),
-    ({"accumulation.steps": "auto"}, "accumulation.steps"),
-    ({"accumulation.delayed": True}, "accumulation.delayed"),
     ({"communication.compression": "powersgd"}, "communication.compression"),
     ({"checkpointing.mode": "full"}, "checkpointing.mode"),
     ({"offload.optimizer": "cpu"}, "offload.optimizer"),
