@@ -3,36 +3,31 @@
     python -m trine.samples.train_gpt
     torchrun --nproc-per-node 2 -m trine.samples.train_gpt --record runs/plain
     torchrun --nproc-per-node 2 -m trine.samples.train_gpt --record runs/tuned --config tuned.toml
+    torchrun --nproc-per-node 2 -m trine.samples.train_gpt --data documents --config gpt_fast
     trine run samples/train_gpt.py --steps 30
 
 Without ``--config``: fp32, attention by hand, default AdamW, DistributedDataParallel with its default
-buckets, batches made in the training process. With it, the same model and data by ``trine.optimize``.
-Gradients are averaged over ranks with NCCL when each rank has a GPU of its own, else with gloo.
+buckets, batches made in the training process. With it, the same model and data by ``trine.optimize``; a name without
+a path is a configuration that lies beside this file. Gradients are averaged over ranks with NCCL when each
+rank has a GPU of its own, else with gloo; on many nodes it is the same program.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-import trine
-from trine.samples.gpt import GPT, Attention, GPTConfig, loss_of
-from trine.samples.text import SourceText, standard_library
+from trine.samples.gpt import FEED_FORWARDS, GPT, NORMS, POSITIONS, Attention, GPTConfig, loss_of
+from trine.samples.text import SourceDocuments, SourceText, pad_documents, standard_library
+from trine.samples.training import add_arguments, place, train
 
-__all__ = ["arguments_of", "build", "main", "place"]
+__all__ = ["arguments_of", "build", "main"]
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,37 +38,27 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=getattr(shape, name), metavar="N")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P")
     parser.add_argument("--attention", choices=("manual", "sdpa"), default="manual")
+    for name, choices in (("norm", NORMS), ("mlp", FEED_FORWARDS), ("positions", POSITIONS)):
+        parser.add_argument(f"--{name}", choices=choices, default=getattr(shape, name))
+    parser.add_argument(
+        "--data",
+        choices=("windows", "documents"),
+        default="windows",
+        help="windows of text, all of one length; or functions and classes of their own length, padded",
+    )
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="samples a rank and step")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader processes a rank")
-    parser.add_argument("--steps", type=int, default=40, metavar="N")
-    parser.add_argument("--rate", type=float, default=3e-4, metavar="LR", help="learning rate")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="train on FILE, not on the standard library"
     )
-    parser.add_argument("--config", type=Path, metavar="TOML", help="apply a Trine configuration")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="profile into FOLDER")
-    parser.add_argument("--losses", type=Path, metavar="FILE", help="write this rank 0's losses as JSON")
-    return parser.parse_args(argv)
-
-
-@contextmanager
-def place() -> Iterator[tuple[int, int, torch.device]]:
-    """(rank, ranks, device) as torchrun says; a process group for as long as there are several ranks."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    if ranks == 1:
-        yield rank, ranks, device
-        return
-    distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    try:
-        yield rank, ranks, device
-    finally:
-        distributed.destroy_process_group()
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="with --config: a checkpoint at the end")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FOLDER", help="with --config: go on from a checkpoint"
+    )
+    add_arguments(parser, rate=3e-4)
+    arguments = parser.parse_args(argv)
+    if arguments.config is None and (arguments.save or arguments.resume):
+        parser.error("--save and --resume are the engine's: give a --config too")
+    return arguments
 
 
 def build(
@@ -88,14 +73,23 @@ def build(
         sequence=arguments.sequence,
         dropout=arguments.dropout,
         attention=arguments.attention,
+        norm=arguments.norm,
+        mlp=arguments.mlp,
+        positions=arguments.positions,
     )
     model = GPT(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate)
     text = arguments.text.read_bytes() if arguments.text else standard_library()
-    data = SourceText(text, arguments.sequence)
+    of_documents = arguments.data == "documents"
+    data: Any = (SourceDocuments if of_documents else SourceText)(text, arguments.sequence)
     sampler: DistributedSampler[Any] = DistributedSampler(data, ranks, rank, seed=arguments.seed)
-    loader = DataLoader(
-        data, batch_size=arguments.batch, sampler=sampler, num_workers=arguments.workers, drop_last=True
+    loader: DataLoader[Any] = DataLoader(
+        data,
+        batch_size=arguments.batch,
+        sampler=sampler,
+        num_workers=arguments.workers,
+        drop_last=True,
+        collate_fn=pad_documents if of_documents else None,
     )
     return model, optimizer, loader
 
@@ -105,82 +99,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = arguments_of(argv)
     with place() as (rank, ranks, device):
         model, optimizer, loader = build(arguments, rank, ranks, device)
-        train = _train_plain if arguments.config is None else _train_by_engine
-        losses = train(arguments, model, optimizer, loader, device, ranks)
-    if rank == 0:
-        print(f"{len(losses)} steps on {ranks} x {device.type}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
-        if arguments.losses:
-            arguments.losses.write_text(json.dumps(losses))
+
+        def facts() -> dict[str, Any]:  # once the configuration has changed them
+            return {"attention": next(m.implementation for m in model.modules() if isinstance(m, Attention))}
+
+        train(arguments, model, optimizer, loader, loss_of, facts)
     return 0
-
-
-def _train_plain(
-    arguments: argparse.Namespace,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
-    device: torch.device,
-    ranks: int,
-) -> list[float]:
-    """The loop that people write."""
-    replica = DistributedDataParallel(model) if ranks > 1 else model
-    losses: list[torch.Tensor] = []
-    with _profile(arguments, model, optimizer) as prof:
-        for batch in prof.steps(islice(loader, arguments.steps)):
-            ids, targets = (tensor.to(device) for tensor in batch)
-            loss = loss_of(replica, (ids, targets))
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-            prof.log(loss=losses[-1])
-    return [float(loss) for loss in losses]
-
-
-def _train_by_engine(
-    arguments: argparse.Namespace,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
-    device: torch.device,
-    ranks: int,
-) -> list[float]:
-    """The same with a configuration applied."""
-    config = trine.Config.from_toml(arguments.config)
-    engine = trine.optimize(model, optimizer, config, loss_fn=loss_of)
-    losses: list[torch.Tensor] = []
-    with _profile(arguments, model, optimizer) as prof:
-        prof.describe(configuration=config.to_dict())
-        for batch in prof.steps(islice(engine.steps(loader), arguments.steps)):
-            losses.append(engine.train_step(batch))
-            prof.log(loss=losses[-1])
-    return [float(loss) for loss in losses]
-
-
-class _NoProfile:
-    """What stands in where nothing is recorded."""
-
-    def steps(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches
-
-    def log(self, **values: Any) -> None:
-        pass
-
-    def describe(self, **facts: Any) -> None:
-        pass
-
-
-@contextmanager
-def _profile(arguments: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    if arguments.record is None:
-        yield _NoProfile()
-        return
-    # The configuration may have changed it.
-    attention = next(module.implementation for module in model.modules() if isinstance(module, Attention))
-    with trine.profile(
-        arguments.record, model=model, optimizer=optimizer, metadata={"attention": attention}
-    ) as prof:
-        yield prof
 
 
 if __name__ == "__main__":

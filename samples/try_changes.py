@@ -28,7 +28,8 @@ import torch
 import trine
 from trine.optim.trials import Times, alternate, time_piece
 from trine.samples.gpt import Attention, GPTConfig, loss_of
-from trine.samples.train_gpt import arguments_of, build, place
+from trine.samples.train_gpt import arguments_of, build
+from trine.samples.training import place
 
 __all__ = ["NO_SLOWER", "main"]
 

@@ -106,3 +106,28 @@ def test_a_wrong_configuration_stops_before_training(tmp_path: Path) -> None:
     failed = _run("--config=c.toml", folder=tmp_path)
     assert failed.returncode != 0
     assert "zero.stage" in failed.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["gpt_fast", "gpt_sharded", "gpt_slow_network", "gpt_two_level"])
+def test_each_configuration_trains(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, where those that need ranks refuse by name; the torchrun line of the documentation runs them on two."""
+    from trine.record.errors import UsageError
+    from trine.samples import train_gpt
+
+    monkeypatch.chdir(tmp_path)
+    arguments = [*TINY, "--data=documents", f"--config={name}"]
+    if name == "gpt_fast":
+        assert train_gpt.main(arguments) == 0
+        assert capsys.readouterr().out.startswith("8 steps on 1 x cpu: loss ")
+    else:
+        with pytest.raises(UsageError, match="torchrun"):
+            train_gpt.main(arguments)
+
+
+def test_checkpoints_are_the_engines() -> None:
+    from trine.samples import train_gpt
+
+    with pytest.raises(SystemExit):
+        train_gpt.main([*TINY, "--save=checkpoints/one"])
