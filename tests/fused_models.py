@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["LlamaLike", "WithMultiplier", "fused_on_ranks"]
+__all__ = ["LlamaLike", "fused_on_ranks"]
 
 
 class TinyRMSNorm(nn.Module):
@@ -96,28 +96,6 @@ class LlamaLike(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for norm, attention, mlp in zip(self.norms, self.attentions, self.mlps, strict=True):
             x = x + mlp(attention(norm(x)))
-        return x
-
-
-class WithMultiplier(nn.Module):
-    """Two blocks that compile anew whenever the Python number ``multiplier`` changes."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor, flavour: str) -> torch.Tensor:
-            return self.linear(x) * len(flavour)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
-        self.flavour = ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x, self.flavour)
         return x
 
 
