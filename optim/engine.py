@@ -90,12 +90,14 @@ def optimize(
     for technique in techniques():
         technique.check(config, facts)
     from trine.optim.runtime.adoption import named_parameters
+    from trine.optim.runtime.saved_tensors import count_when_heard
 
     assembly = Assembly(
         model, optimizer, config, facts, named_parameters(model), whole_steps=loss_fn is not None
     )
     for technique in techniques():
         technique.apply(assembly)
+    count_when_heard(assembly)
     for finish in assembly.finish:
         finish(assembly)
     if override is not None:

@@ -242,7 +242,12 @@ class ObserverSource:
             )
         sizes = {group.id: len(group.ranks) for group in process_groups()}
         told = raw["group_size"].tolist()
-        rows.size = [sizes.get(group or "", told[row]) for row, group in enumerate(rows.group)]
+        # Where all groups are of one size it does not matter which of them a row's is.
+        only = next(iter(sizes.values())) if len(set(sizes.values())) == 1 else -1
+        rows.size = [
+            sizes.get(group or "", told[row] if told[row] > 0 else only)
+            for row, group in enumerate(rows.group)
+        ]
 
     def _number(self, rows: _Rows) -> None:
         """Sequence within the group (collectives) or within the pair and direction (point-to-point)."""

@@ -22,13 +22,14 @@ from torch import nn
 
 from trine.optim.runtime.selective import counting_kept
 from trine.optim.runtime.weak_storage import WeakStorage
+from trine.record.events import is_heard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["LEAST_BYTES", "SavedTensors", "Store", "Stored", "saved_tensors_of"]
+__all__ = ["LEAST_BYTES", "SavedTensors", "Store", "Stored", "count_when_heard", "saved_tensors_of"]
 
 #: Below this, bookkeeping costs more than what it frees.
 LEAST_BYTES = 4096
@@ -81,6 +82,8 @@ class SavedTensors:
         #: Count although nothing is stored otherwise: in this step, in every step.
         self.counting = False
         self.always_counting = False
+        #: Nobody needs the count but a record, where one is written.
+        self.for_record_alone = False
         #: Bytes on the model's device that are held for backward now, and at most since :meth:`reset`.
         self.held_bytes = 0
         self.peak_bytes = 0
@@ -95,11 +98,18 @@ class SavedTensors:
         """The context of one forward: hooks where anything is stored or counted, else nothing."""
         if self.store is not None:
             return self._hooks()
-        if not (self.counting or self.always_counting):
+        if not self.counts:
             return nullcontext()
         # Hooks round ours would be called no more: somebody else's offloading would end without a word.
         is_free = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         return self._hooks() if is_free else nullcontext()
+
+    @property
+    def counts(self) -> bool:
+        """Whether what is saved is counted in this step."""
+        if self.for_record_alone and not is_heard():
+            return False
+        return self.counting or self.always_counting
 
     def reset(self) -> None:
         """Begin a new peak."""
@@ -147,6 +157,8 @@ class SavedTensors:
             after()
 
     def _note_gathered(self, module: nn.Module, arguments: Any) -> None:
+        if self.store is None and not self.counts:
+            return
         for parameter in module.parameters():
             if type(parameter) is nn.Parameter:
                 weak = WeakStorage(parameter)
@@ -194,6 +206,7 @@ def saved_tensors_of(assembly: Assembly) -> SavedTensors:
     """The assembly's one :class:`SavedTensors`; made, and put round every forward, when first asked for."""
     for context in assembly.contexts:
         if isinstance(context, SavedTensors):
+            context.for_record_alone = False
             return context
     made = SavedTensors(assembly.facts.model)
     assembly.contexts.append(made)
@@ -203,8 +216,7 @@ def saved_tensors_of(assembly: Assembly) -> SavedTensors:
     made.counting = True
 
     def read() -> float | None:
-        counted = made.store is not None or made.counting or made.always_counting
-        return float(made.peak_bytes) if counted else None
+        return float(made.peak_bytes) if made.store is not None or made.counts else None
 
     def read_plain() -> float | None:
         return float(made.plain_peak_bytes) if made.store is not None else None
@@ -219,6 +231,15 @@ def saved_tensors_of(assembly: Assembly) -> SavedTensors:
 
     assembly.after_step.append(next_step)
     return made
+
+
+def count_when_heard(assembly: Assembly) -> None:
+    """Let every run's record have ``memory/saved_activation_bytes``, so that techniques have something to compare with.
+
+    Where no technique needs the count it is made only while somebody listens, in the first steps and then now and then.
+    """
+    if not any(isinstance(context, SavedTensors) for context in assembly.contexts):
+        saved_tensors_of(assembly).for_record_alone = True
 
 
 class _Token:

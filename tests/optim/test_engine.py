@@ -172,12 +172,14 @@ def test_the_last_incomplete_accumulation_still_steps() -> None:
 
 
 def test_events_tell_each_step_and_phase() -> None:
-    seen: list[tuple[str, Any]] = []
-    stop = events.listen(lambda kind, values: seen.append((kind, values.get("name", values.get("index")))))
+    told: list[tuple[str, Any]] = []
+    stop = events.listen(lambda kind, values: told.append((kind, values.get("name", values.get("index")))))
     try:
         optim_cases.train({"accumulation.steps": 2}, steps=2)
     finally:
         stop()
+    assert told.count(("metric", "memory/saved_activation_bytes")) == 2
+    seen = [(kind, value) for kind, value in told if kind != "metric"]
     one = [
         *(("phase", name) for name in ("data", "copy", "forward", "backward", "forward", "backward")),
         ("phase", "optimizer"),
