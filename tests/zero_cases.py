@@ -233,6 +233,8 @@ class Odd(nn.Module):
     def __init__(self, frozen: bool = True) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.7))
+        self.gates = nn.ParameterList(nn.Parameter(torch.tensor(0.5 + 0.1 * place)) for place in range(8))
+        self.idle = nn.Parameter(torch.tensor(1.0))
         self.unused = nn.Linear(5, 5)
         self.inputs = nn.Linear(6, 12)
         self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
@@ -246,6 +248,8 @@ class Odd(nn.Module):
         x = self.inputs(x)
         for block in self.blocks:
             x = x + torch.tanh(block(x)) * self.scale
+        for place, gate in enumerate(self.gates):
+            x = x + torch.sin((place + 1) * gate * x) / 8
         x = self.frozen(self.norm(self.shared(x)))
         result: torch.Tensor = self.outputs(x) * self.scale
         return result

@@ -26,6 +26,7 @@ from trine.optim.runtime.adoption import replace_parameters, retire
 from trine.optim.runtime.gathering import Gathering
 from trine.optim.runtime.local_steps import placed, step_on_shards
 from trine.optim.runtime.shard_units import odd_dtypes, sharded_units
+from trine.optim.runtime.whole_scalars import WholeScalars
 from trine.optim.techniques._assembly import Effect
 from trine.record.errors import UsageError
 
@@ -159,10 +160,10 @@ def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
     policies = _policies(assembly, model)
     mesh = mesh_of(facts.device_type, replicas, shards)
     before = dict(model.named_parameters())
-    scalars = {p for p in before.values() if p.dim() == 0}
+    scalars = WholeScalars([p for p in before.values() if p.dim() == 0], mesh)
     blocks = sharded_units(model)
     reshard: bool | int | None = config.zero.reshard_after_forward
-    keys: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars or None}
+    keys: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars.ignored}
     inside: dict[str, Any] = {
         "reshard_after_forward": (config.zero.stage == 3) if reshard is None else reshard
     }
@@ -180,10 +181,9 @@ def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
         fully_shard(odd, mp_policy=policies.inner, **keys, **inside)
     fully_shard(model, mp_policy=policies.root, **keys, **outside)
     assembly.model = model
-    replicas_of = {scalar: _replica(scalar, mesh) for scalar in scalars}
-    _adopt(assembly, before, replicas_of)
+    _adopt(assembly, before, scalars)
     _prefetch([cast(FSDPModule, block) for block in blocks], config.zero.prefetch)
-    _keep_in_step(assembly, cast(FSDPModule, model), replicas_of)
+    _keep_in_step(assembly, cast(FSDPModule, model), scalars)
     _keep_statistics_alike(model)
 
 
@@ -257,13 +257,11 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _adopt(
-    assembly: Assembly, before: dict[str, nn.Parameter], replicas_of: dict[nn.Parameter, nn.Parameter]
-) -> None:
+def _adopt(assembly: Assembly, before: dict[str, nn.Parameter], scalars: WholeScalars) -> None:
     """Before any forward: after one, the root's parameters are gathered, and not what the optimizer must hold."""
     after = dict(assembly.model.named_parameters())
     replaced: dict[torch.Tensor, nn.Parameter] = {
-        old: replicas_of.get(old, after[name]) for name, old in before.items()
+        old: scalars.replicas.get(old, after[name]) for name, old in before.items()
     }
     replace_parameters(assembly, replaced, shard_like)
     step_on_shards(assembly.optimizer)
@@ -271,12 +269,6 @@ def _adopt(
     plain = sum(not isinstance(p, DTensor) for p in held)
     if plain:  # it would train nothing, silently
         raise RuntimeError(f"{plain} parameters of the optimizer were not replaced by their shards")
-
-
-def _replica(scalar: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """A scalar cannot be sharded, and optimizers take no mixture of DTensors and others: a DTensor over its storage."""
-    whole = DTensor.from_local(scalar.data, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return nn.Parameter(whole, requires_grad=scalar.requires_grad)
 
 
 def _prefetch(blocks: Sequence[FSDPModule], depth: int | None) -> None:
@@ -290,31 +282,19 @@ def _prefetch(blocks: Sequence[FSDPModule], depth: int | None) -> None:
         block.set_modules_to_backward_prefetch(behind if depth and behind else [block])
 
 
-def _keep_in_step(
-    assembly: Assembly, root: FSDPModule, replicas_of: dict[nn.Parameter, nn.Parameter]
-) -> None:
+def _keep_in_step(assembly: Assembly, root: FSDPModule, scalars: WholeScalars) -> None:
     """Synchronise when the engine says, average what FSDP2 was told to ignore, and forget gathered parameters."""
     assembly.synchronise = root.set_requires_gradient_sync
     modules = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
-
-    def collect() -> None:
-        for scalar, replica in replicas_of.items():
-            if scalar.grad is None:
-                replica.grad = None
-                continue
-            distributed.all_reduce(scalar.grad)
-            scalar.grad /= assembly.facts.ranks
-            replica.grad = _view(scalar.grad, None, replica)
 
     def after(stepped: bool) -> None:
         for module in modules:
             # A forward without a backward (an evaluation) leaves parameters gathered, and they are old from now on.
             module.reshard()
-        for scalar in replicas_of:
-            scalar.grad = None
+        scalars.forget()
 
-    if replicas_of:
-        assembly.collect.append(collect)
+    if scalars.ignored:
+        assembly.collect.append(scalars.collect)
     assembly.after_update.append(after)
     assembly.discard.append(lambda: _forget_unreduced(modules, root))
 
