@@ -166,7 +166,7 @@ _TIME = Line("step time")
 
 _COMPUTE = (
     Row("bf16", {"precision.dtype": "bf16"}, (_ACTIVATIONS, _TIME), model="large"),
-    Row("fp16", {"precision.dtype": "fp16"}, (_ACTIVATIONS, _TIME), model="large"),
+    Row("fp16", {"precision.dtype": "fp16"}, (_ACTIVATIONS, _TIME)),
     Row(
         "bf16 master weights",
         {"precision.dtype": "bf16", "precision.master_weights": True},

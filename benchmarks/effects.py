@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import effect_records
 from effect_rows import ROWS, Facts, Line, Row
 
-__all__ = ["Result", "measure", "results_of"]
+__all__ = ["ROWS", "Result", "Row", "measure", "results_of"]
 
 ROUNDS = 3
 VARIANTS = ("plain", "optimised")
@@ -42,7 +42,7 @@ TIMEOUT_S = 240
 
 SHAPES: Mapping[str, dict[str, Any]] = {
     "small": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 64},
-    "large": {"layers": 4, "hidden": 256, "heads": 8, "sequence": 128},
+    "large": {"layers": 3, "hidden": 192, "heads": 6, "sequence": 128},
     "documents": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 256},
     "vocabulary": {"layers": 2, "hidden": 64, "heads": 4, "sequence": 64, "vocab": 8192},
 }
