@@ -17,7 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -46,6 +46,11 @@ __all__ = ["SCHEMA", "load", "load_model", "restore", "save", "snapshot"]
 SCHEMA = "trine.checkpoint/1"
 _DESCRIPTION = "trine.json"
 
+#: (parameter's name, key) → optimizer state.
+Slots = dict[tuple[str, str], torch.Tensor]
+
+_Result = TypeVar("_Result")
+
 
 def save(folder: str | Path, assembly: Assembly, scheduler: Any, step: int) -> Path:
     """Write the run's state to ``folder``, replacing a checkpoint that is there. Called by every rank; synchronous.
@@ -68,8 +73,9 @@ def save(folder: str | Path, assembly: Assembly, scheduler: Any, step: int) -> P
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
-    _together(prepare if rank == 0 else _nothing, ranks, folder)
-    _together(lambda: _write_own(partial, rank, own), ranks, folder)
+    what = f"cannot write the checkpoint {folder}"
+    _together(prepare if rank == 0 else _nothing, ranks, what)
+    _together(lambda: _write_own(partial, rank, own), ranks, what)
     _write_tensors(partial, folder, assembly)
     described = {
         "schema": SCHEMA,
@@ -78,7 +84,7 @@ def save(folder: str | Path, assembly: Assembly, scheduler: Any, step: int) -> P
         "configuration": assembly.config.to_dict(),
         "torch": torch.__version__,
     }
-    _together((lambda: _publish(partial, folder, described)) if rank == 0 else _nothing, ranks, folder)
+    _together((lambda: _publish(partial, folder, described)) if rank == 0 else _nothing, ranks, what)
     return folder
 
 
@@ -89,24 +95,41 @@ def load(folder: str | Path, assembly: Assembly, scheduler: Any) -> int:
     names or shapes do not fit, nothing has been changed.
     """
     folder = Path(folder)
-    described = _described(folder)
     ranks, rank = assembly.facts.ranks, assembly.facts.rank
-    same_ranks = described["ranks"] == ranks
-    own = _read_own(folder, rank if same_ranks else 0)
-    saved = _saved_tensors(folder)
-    wanted = model_tensors(assembly.model)
     masters = masters_of(assembly)
+
+    def look() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, torch.Tensor], Slots]:
+        described = _described(folder)
+        own = _read_own(folder, rank if described["ranks"] == ranks else 0)
+        saved = _saved_tensors(folder)
+        return described, own, saved, *_wanted(assembly, masters, folder, saved, own)
+
+    # A file may be damaged for one rank alone, and the others would wait for it in DCP.
+    what = f"cannot read the checkpoint {folder}"
+    described, own, saved, wanted, slots = _together(look, ranks, what, UnreadableInput)
+    _read_tensors(folder, wanted, ranks)
+    _put_masters(assembly, masters, saved)
+    _put_slots(assembly, slots)
+    restore_rank_state(assembly, scheduler, own, described["ranks"] == ranks)
+    return int(described["step"])
+
+
+def _wanted(
+    assembly: Assembly,
+    masters: Mapping[str, torch.Tensor],
+    source: object,
+    saved: Mapping[str, Any],
+    own: Mapping[str, Any],
+) -> tuple[dict[str, torch.Tensor], Slots]:
+    """Name → tensor to fill, and those of them that are optimizer state. Raises ``UnreadableInput`` for another run's."""
+    wanted = model_tensors(assembly.model)
     wanted.update((key, value) for key, value in masters.items() if key in saved)
-    _require_fitting(folder, wanted, saved)
+    _require_fitting(source, wanted, saved)
     require_same_groups(assembly, own)
     slots = _empty_slots(assembly, saved)
     for (name, key), value in slots.items():
         wanted[f"optimizer/{name}/{key}"] = value
-    _read_tensors(folder, wanted, ranks)
-    _put_masters(assembly, masters, saved)
-    _put_slots(assembly, slots)
-    restore_rank_state(assembly, scheduler, own, same_ranks)
-    return int(described["step"])
+    return wanted, slots
 
 
 def load_model(folder: str | Path, model: nn.Module) -> int:
@@ -136,14 +159,8 @@ def restore(state: Mapping[str, Any], assembly: Assembly, scheduler: Any) -> int
     Raises ``UnreadableInput`` where names, shapes or sharding do not fit.
     """
     saved: Mapping[str, torch.Tensor] = state["tensors"]
-    wanted = model_tensors(assembly.model)
     masters = masters_of(assembly)
-    wanted.update((key, value) for key, value in masters.items() if key in saved)
-    _require_fitting("the state", wanted, saved)
-    require_same_groups(assembly, state["own"])
-    slots = _empty_slots(assembly, saved)
-    for (name, key), value in slots.items():
-        wanted[f"optimizer/{name}/{key}"] = value
+    wanted, slots = _wanted(assembly, masters, "the state", saved, state["own"])
     for key, target in wanted.items():
         if isinstance(target, DTensor) != isinstance(saved[key], DTensor):
             raise UnreadableInput(
@@ -165,22 +182,35 @@ def _nothing() -> None:
     return None
 
 
-def _together(act: Callable[[], None], ranks: int, folder: Path) -> None:
-    """Run on this rank; when it fails on any, raise on all, so that none waits for the others for ever."""
-    failure: str | None = None
+def _together(
+    act: Callable[[], _Result], ranks: int, what: str, kind: type[TrineError] = UsageError
+) -> _Result:
+    """Run on this rank; when it fails on any, raise on all, so that none waits for the others for ever.
+
+    ``what`` could not be done, and ``kind`` of error, are for other failures than this package's own.
+    """
+    failed: Exception | None = None
     try:
-        act()
-    except TrineError as error:
-        failure = str(error)
-    except OSError as error:
-        failure = f"cannot write the checkpoint {folder}: {error.strerror or error}"
-    failures: list[str | None] = [failure]
+        result = act()
+    except Exception as error:  # noqa: BLE001 - a full disk is a RuntimeError to torch.save; raised on all ranks below
+        failed = error
+    said = None if failed is None else _said(failed, what)
+    failures: list[str | None] = [said]
     if ranks > 1:
         failures = [None] * ranks
-        distributed.all_gather_object(failures, failure)
+        distributed.all_gather_object(failures, said)
+    if isinstance(failed, TrineError):
+        raise failed
     first = next((each for each in failures if each is not None), None)
     if first is not None:
-        raise UsageError(first)
+        raise kind(first) from failed
+    return result
+
+
+def _said(error: Exception, what: str) -> str:
+    if isinstance(error, TrineError):
+        return str(error)
+    return f"{what}: {error.strerror if isinstance(error, OSError) and error.strerror else _reason(error)}"
 
 
 def _write_tensors(partial: Path, folder: Path, assembly: Assembly) -> None:
@@ -316,9 +346,6 @@ def _reason(error: BaseException) -> str:
         first = next(iter(inner.values()))
         error = first[0] if isinstance(first, tuple) else first
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
-
-
-Slots = dict[tuple[str, str], torch.Tensor]
 
 
 def _empty_slots(assembly: Assembly, saved: Mapping[str, Any]) -> Slots:
