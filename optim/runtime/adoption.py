@@ -39,17 +39,22 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner
 
 
-def retire(wrapper: DistributedDataParallel) -> nn.Module:
-    """The module inside; the wrapper gives up its hooks and refuses to be called, since it no longer averages."""
+def retire(wrapper: DistributedDataParallel, successor: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """The module inside; the wrapper gives up its hooks, since it no longer averages.
+
+    Called, it goes to ``successor()``, or refuses and says what to call instead.
+    """
     wrapper.reducer._remove_autograd_hooks()
 
-    def refuse(*arguments: Any, **named: Any) -> Any:
+    def forward(*arguments: Any, **named: Any) -> Any:
+        if successor is not None:
+            return successor()(*arguments, **named)
         raise UsageError(
             "this DistributedDataParallel was replaced by trine.optimize and no longer averages gradients: "
             "call engine(batch), or engine.model"
         )
 
-    wrapper.forward = refuse  # type: ignore[method-assign]
+    wrapper.forward = forward  # type: ignore[method-assign]
     return unwrapped(wrapper)
 
 

@@ -1,7 +1,7 @@
 """``communication.bucket_mib = "auto"``: from the times at which gradients are ready, measured in the first steps.
 
 Each parameter's gradient is timed as autograd accumulates it (CPU: the clock; CUDA: an event on the backward's stream),
-in three steps after a warm-up. Then all ranks agree on the mean times, walk through the buckets that each size would
+in three steps after a warm-up. Then all ranks agree on the times, walk through the buckets that each size would
 give (:mod:`trine.optim.runtime.buckets`), and wrap the model anew when another size promises to hide more. Nothing is
 waited for until then; the one decision reads the events.
 """
@@ -57,6 +57,7 @@ class BucketTuning:
         self._measured: list[dict[int, Any]] = []
         self._hooks: list[Any] = []
         self.chosen: Prediction | None = None
+        assembly.closers.append(self._stop_listening)
 
     @property
     def cap_bytes(self) -> int:
@@ -98,10 +99,13 @@ class BucketTuning:
             added = parameter.register_post_accumulate_grad_hook(hook_of(place))  # type: ignore[no-untyped-call]
             self._hooks.append(added)
 
-    def _decide(self) -> None:
+    def _stop_listening(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def _decide(self) -> None:
+        self._stop_listening()
         gradients = self._agreed()
         first = self._first_cap_bytes
         now = predict(gradients, self._cap_bytes, self._seconds, first)
@@ -122,7 +126,7 @@ class BucketTuning:
         )
 
     def _agreed(self) -> list[Gradient]:
-        """Mean times over steps and ranks; a gradient that a rank did not have counts as its last one."""
+        """The median of the steps' times, averaged over ranks; a gradient that a rank did not have counts as its last one."""
         rows = []
         for marks in self._measured:
             times = _times(marks)

@@ -21,6 +21,7 @@ import torch
 from torch import distributed
 
 from trine.optim.runtime.exchange.thread import default_timeout
+from trine.optim.runtime.groups import end_group
 from trine.optim.techniques._assembly import Effect
 from trine.record.errors import UsageError
 
@@ -95,6 +96,11 @@ class DelayedGradients:
         if self._flight is not None:
             self._arrive(self._flight)
             self._flight = None
+
+    def close(self) -> None:
+        """End the group, unless gradients are still on their way: other ranks may be gone, and waiting would not end."""
+        if self._flight is None:
+            end_group(self._group)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -213,6 +219,11 @@ def _install(assembly: Assembly) -> None:
         wrapped.require_forward_param_sync = begins
         begins = last
 
+    def undo() -> None:
+        wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
+        delayed.close()
+
+    assembly.closers.append(undo)
     assembly.synchronise = synchronise
     assembly.deferred = delayed
     assembly.state["accumulation.delayed"] = delayed

@@ -41,6 +41,7 @@ class FirstStep:
         self._handles = [
             module.register_forward_hook(self._watching(name)) for name, module in modules.items()
         ]
+        assembly.closers.append(self._stop_watching)
         assembly.inspect.append(self._see_gradients)
         assembly.after_update.append(self._conclude)
 
@@ -57,13 +58,16 @@ class FirstStep:
             parameters = self._assembly.parameters.values()
             self._gradients = {p.grad.dtype for p in parameters if p.grad is not None}
 
+    def _stop_watching(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
     def _conclude(self, stepped: bool) -> None:
         """After the first update that was not skipped."""
         if self._done or not stepped:
             return
         self._done = True
-        for handle in self._handles:
-            handle.remove()
+        self._stop_watching()
         other = [name for name, dtype in self._seen.items() if self._is_wrong(dtype)]
         effect = Effect(self._key, "asked for " + _name(self._wanted), f"computed in {self._words()}")
         self._assembly.effects.append(effect)

@@ -9,7 +9,7 @@ from torch import distributed
 
 from trine.optim.topology import Topology
 
-__all__ = ["NodeGroups", "node_groups"]
+__all__ = ["NodeGroups", "end_group", "node_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,12 @@ def node_groups(topology: Topology) -> NodeGroups:
         counterparts = [list(range(local, topology.ranks, size)) for local in range(size)]
         made[size] = NodeGroups(_own(nodes, topology.rank), _own(counterparts, topology.rank))
     return made[size]
+
+
+def end_group(group: distributed.ProcessGroup) -> None:
+    """Destroy a group that was made here; one that has ended with the default group is left alone."""
+    if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
+        distributed.destroy_process_group(group)
 
 
 def _own(groups: list[list[int]], rank: int) -> distributed.ProcessGroup | None:

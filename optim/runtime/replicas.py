@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from trine.record.errors import UsageError
+from trine.optim.runtime.adoption import retire
 
 __all__ = ["DdpTimes", "cannot_be_wrapped_anew", "hook_of", "wrap", "wrap_anew"]
 
@@ -72,23 +72,12 @@ def wrap_anew(
         kept["bucket_cap_mb"] = given.bucket_bytes_cap / _MIB
     if given.bucket_bytes_cap_list and "bucket_cap_mb" not in options:
         kept["bucket_cap_mb_list"] = [size / _MIB for size in given.bucket_bytes_cap_list]
-    given.reducer._remove_autograd_hooks()
-    wrapped = DistributedDataParallel(given.module, **{**kept, **options})
+    wrapped = DistributedDataParallel(retire(given, successor), **{**kept, **options})
     wrapped.broadcast_buffers = given.broadcast_buffers  # as an argument it is deprecated
     wrapped.require_backward_grad_sync = given.require_backward_grad_sync
     wrapped.training = given.training
     for hook, state in given._comm_hooks:
         wrapped.register_comm_hook(state, hook)
-
-    def forward(*arguments: Any, **named: Any) -> Any:
-        if successor is not None:
-            return successor()(*arguments, **named)
-        raise UsageError(
-            "this DistributedDataParallel was replaced by trine.optimize and no longer averages gradients: "
-            "call engine(batch), or engine.model"
-        )
-
-    given.forward = forward  # type: ignore[method-assign]
     return wrapped
 
 

@@ -285,6 +285,7 @@ def _prefetch(blocks: Sequence[FSDPModule], depth: int | None) -> None:
 def _keep_in_step(assembly: Assembly, root: FSDPModule, scalars: WholeScalars) -> None:
     """Synchronise when the engine says, average what FSDP2 was told to ignore, and forget gathered parameters."""
     assembly.synchronise = root.set_requires_gradient_sync
+    assembly.closers.append(lambda: root.set_requires_gradient_sync(True))
     modules = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
 
     def after(stepped: bool) -> None:

@@ -11,6 +11,7 @@ also faster there than the compiler's own (docs/fused.md).
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
@@ -87,7 +88,7 @@ def apply(assembly: Assembly) -> None:
         options = {"fallback_random": True}
     elif _has_dropout(assembly.model):
         note += "; dropout draws other random numbers"
-    dynamic = _dynamic(assembly.config)
+    dynamic = _dynamic(assembly)
     if wanted == "model":
         assembly.model.compile(options=options, dynamic=dynamic)
         assembly.effects.append(Effect(KEYS[0], "eager", "the whole model", note))
@@ -100,15 +101,16 @@ def apply(assembly: Assembly) -> None:
     watch_compilation(assembly, KEYS[0])
 
 
-def _dynamic(config: Config) -> bool | None:
+def _dynamic(assembly: Assembly) -> bool | None:
     """Padded to buckets, shapes are few and worth their own code; PyTorch would make the second one dynamic."""
-    buckets = config.data.shape_buckets
+    buckets = assembly.config.data.shape_buckets
     if not buckets:
         return None
     import torch
 
     # PyTorch gives up after recompile_limit shapes of one function, and runs it uncompiled; one more for a last batch.
     limits: Any = torch._dynamo.config
+    assembly.closers.append(functools.partial(setattr, limits, "recompile_limit", limits.recompile_limit))
     limits.recompile_limit = max(limits.recompile_limit, 16 if buckets == "auto" else len(buckets) + 1)
     return False
 

@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 from torch.futures import Future
 
+from trine.optim.runtime.groups import end_group
 from trine.record.errors import TrineError
 
 if TYPE_CHECKING:
@@ -90,11 +91,13 @@ class CommunicationThread:
             return
         self._closed = True
         self._queue.put(None)
+        if threading.current_thread() is self._thread:  # the collector found an engine that nobody holds
+            return
         self._thread.join(JOIN_S)
         if self._thread.is_alive():
             logger.warning("the gradient exchange was still waiting for other ranks when it was closed")
-        elif distributed.is_initialized():
-            distributed.destroy_process_group(self.group)
+        else:
+            end_group(self.group)
 
     def _run(self) -> None:
         if self._stream is not None:
