@@ -1,4 +1,4 @@
-"""Every case of ``benchmarks/parity.py`` holds: the quick ones for fewer steps, all of them with ``-m slow``."""
+"""Every case of ``benchmarks/parity.py`` holds: each technique for a few steps, all cases whole with ``-m slow``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ def test_names_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.slow], ids=lambda case: case.name)
+#: Combinations wait for the slow suite.
+QUICK = [case for case in CASES if not case.slow and len(case.changes) <= 2 and " + " not in case.name]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_quick(case: parity.Case, request: pytest.FixtureRequest) -> None:
     _hold(case, QUICK_STEPS, request)
 
