@@ -44,6 +44,16 @@ def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     parameters = list(model.parameters())
     if not parameters:
         raise UsageError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise UsageError(
+            f"all parameters of {type(model).__name__} are frozen: let one at least require gradients"
+        )
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise UsageError(
+            f"{on_meta[0]} is on the meta device, where nothing has values: model.to_empty(device=...) and initialise it "
+            "first"
+        )
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         listed = ", ".join(sorted(map(str, devices)))
@@ -58,7 +68,7 @@ def _require_same_parameters(model: torch.nn.Module, optimizer: torch.optim.Opti
     if trained and not any(id(p) in held for _, p in trained):
         raise UsageError(
             "the optimizer holds none of the model's parameters, so it would train nothing: make it from "
-            "model.parameters() after the model has its final form"
+            "model.parameters() after the model has its final form, and give trine.optimize each pair once"
         )
     left = [name for name, p in trained if id(p) not in held]
     if left:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ class Persistent:
         from trine.optim.runtime import checkpoints
 
         self._require_between_steps("engine.save")
+        _require_path(folder, "engine.save")
         return checkpoints.save(folder, self._assembly, self._update.scheduler, self._steps_done())
 
     def load(self, folder: str | Path) -> int:
@@ -47,6 +49,7 @@ class Persistent:
         from trine.optim.runtime import checkpoints
 
         self._require_outside("engine.load")
+        _require_path(folder, "engine.load")
         self._index = checkpoints.load(folder, self._assembly, self._update.scheduler)
         return self._index
 
@@ -80,3 +83,8 @@ class Persistent:
             raise UsageError(
                 f"{call} inside a step that has been taken: call it before the loop over engine.steps"
             )
+
+
+def _require_path(folder: Any, call: str) -> None:
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise UsageError(f"{call} takes the path of a folder, not {folder!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Divisible",
     "Gathered",
+    "has_no_sample",
     "joined",
     "pieces_of",
     "pieces_of_size",
@@ -74,16 +76,23 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def size_of(batch: Any) -> int | None:
-    """Length of the first dimension of the first tensor; ``None`` where a batch has none."""
+    """Length of the first dimension of the first tensor or array; ``None`` where a batch has none."""
     if isinstance(batch, Gathered):
         sizes = [size_of(part) for part in batch.parts]
         return None if None in sizes else sum(size for size in sizes if size)
     if isinstance(batch, Divisible):
         return batch.samples
-    for tensor in _tensors(batch):
-        if tensor.dim():
-            return int(tensor.shape[0])
-    return None
+    return next(_lengths(batch), None)
+
+
+def has_no_sample(batch: Any) -> bool:
+    """Whether all of its tensors are of length 0, and there are any."""
+    if isinstance(batch, Gathered):
+        return all(has_no_sample(part) for part in batch.parts)
+    if isinstance(batch, Divisible):
+        return batch.samples == 0
+    lengths = list(_lengths(batch))
+    return bool(lengths) and not any(lengths)
 
 
 def tokens_of(batch: Any) -> int | None:
@@ -108,7 +117,7 @@ def pieces_of(batch: Any, count: int, key: str = "accumulation.steps") -> list[A
         return batch.pieces(count)
     size = _length(batch, f"{key} = {count}")
     if size < count:
-        raise UsageError(f"{key} = {count}: a batch of {size} cannot be cut so often: use {size}")
+        raise UsageError(f"{key} = {count}: a batch of {size} cannot be cut so often: use {max(size, 1)}")
     edges = [round(position * size / count) for position in range(count + 1)]
     return [_cut(batch, start, end, size) for start, end in pairwise(edges)]
 
@@ -145,6 +154,8 @@ def joined(parts: tuple[Any, ...], key: str) -> Any:
                 "joined: set accumulation.micro_batch to the loader's batch size or less"
             )
         return torch.cat(parts) if first.dim() else first
+    if _is_array(first):
+        return _joined_arrays(parts, key)
     if isinstance(first, Mapping):
         return _rebuilt(first, _columns({name: [part[name] for part in parts] for name in first}, key))
     if all(_is_plain_list(part) for part in parts) and len(first):
@@ -153,6 +164,17 @@ def joined(parts: tuple[Any, ...], key: str) -> Any:
         columns = iter([joined(column, key) for column in zip(*parts, strict=True)])
         return _rebuilt(first, lambda _: next(columns))
     return first
+
+
+def _joined_arrays(parts: tuple[Any, ...], key: str) -> Any:
+    import numpy
+
+    if not parts[0].ndim:
+        return parts[0]
+    try:
+        return numpy.concatenate(parts)
+    except ValueError as error:
+        raise UsageError(f"{key}: the loader's arrays cannot be joined: {error}") from error
 
 
 def _columns(columns: Mapping[Any, list[Any]], key: str) -> Callable[[Any], Any]:
@@ -196,7 +218,7 @@ def _length(batch: Any, stated: str) -> int:
     """The first dimension that all tensors of a batch share."""
     if isinstance(batch, Divisible):
         return batch.samples
-    sizes = {int(tensor.shape[0]) for tensor in _tensors(batch) if tensor.dim()}
+    sizes = set(_lengths(batch))
     if len(sizes) != 1:
         found = "no tensor" if not sizes else f"first dimensions {sorted(sizes)}"
         raise UsageError(
@@ -210,8 +232,8 @@ def _cut(batch: Any, start: int, end: int, whole: int) -> Any:
     """Samples ``start`` to ``end`` of ``whole``; a list of so many strings or numbers is cut too, as captions are."""
     import torch
 
-    if isinstance(batch, torch.Tensor):
-        return batch[start:end] if batch.dim() else batch
+    if isinstance(batch, torch.Tensor) or _is_array(batch):
+        return batch[start:end] if batch.ndim else batch
     if isinstance(batch, Divisible):
         return batch.part(start, end)
     if _is_plain_list(batch) and len(batch) == whole:
@@ -240,6 +262,26 @@ def _rebuilt(batch: Any, change: Any) -> Any:
         except TypeError:
             return {key: change(value) for key, value in batch.items()}
     return batch
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is numpy's, which nobody imports for this."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _lengths(batch: Any) -> Iterator[int]:
+    """First dimensions of its tensors and arrays; those without dimensions are left out."""
+    import torch
+
+    if isinstance(batch, torch.Tensor) or _is_array(batch):
+        if batch.ndim:
+            yield int(batch.shape[0])
+        return
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, (Mapping, tuple, list)):
+        for value in values:
+            yield from _lengths(value)
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

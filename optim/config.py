@@ -393,10 +393,13 @@ def _paths() -> Iterator[tuple[str, Any]]:
 
 def _unknown(source: str, path: str, value: Any) -> str:
     """The error for a key that does not exist, with the likeliest one that does."""
+    paths = Config.keys()
+    if path in paths and "." in path and source != "the change":
+        section, _, key = path.partition(".")
+        return f"{source}: {path} is a path: write it as the table {section} with the key {key}, or Config().with_changes"
     translated = foreign_name(path, value)
     if translated:
         return f"{source}: there is no key {path}; here it is {translated}"
-    paths = Config.keys()
     if "." not in path:
         tables = difflib.get_close_matches(path, _SECTIONS, n=1)
         if tables:
@@ -439,7 +442,9 @@ def _check_together(config: Config) -> None:
         raise UsageError('offload to "nvme" needs offload.path, a folder on that disk')
     accumulation = config.accumulation
     if accumulation.delayed_warmup_steps is not None and not accumulation.delayed:
-        raise UsageError("accumulation.delayed_warmup_steps belongs to accumulation.delayed: set that as well")
+        raise UsageError(
+            "accumulation.delayed_warmup_steps belongs to accumulation.delayed: set that as well"
+        )
     both = accumulation.micro_batch is not None and accumulation.steps not in (1, "auto")
     if both and (accumulation.global_batch is None or accumulation.micro_batch == "auto"):
         raise UsageError(

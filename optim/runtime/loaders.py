@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from trine.optim._inputs import length_of
+
 __all__ = ["changed", "remade"]
 
 
@@ -45,7 +47,7 @@ def changed(loader: Iterable[Any], change: Callable[[Any], Any], uncollated: boo
     length alone, is left out.
     """
     if type(loader) is not DataLoader:
-        return _Sized(loader, change) if hasattr(loader, "__len__") else _Changed(loader, change)
+        return _Sized(loader, change) if length_of(loader) is not None else _Changed(loader, change)
     collate = loader.collate_fn
     if uncollated and collate is default_collate and loader.batch_size is not None:
         return remade(loader, collate_fn=change)

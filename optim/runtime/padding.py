@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from trine.optim._inputs import length_of
 from trine.optim.batches import Gathered
 from trine.optim.runtime.packing import Packed
 from trine.optim.runtime.sequences import lengths_of
@@ -97,7 +98,7 @@ def _counted(batch: Any) -> tuple[int, int, int] | None:
 
 
 def _counting(loader: Iterable[Any], count: PaddingCount) -> Iterable[Any]:
-    return _CountingSized(loader, count) if hasattr(loader, "__len__") else _Counting(loader, count)
+    return _CountingSized(loader, count) if length_of(loader) is not None else _Counting(loader, count)
 
 
 class _Counting:

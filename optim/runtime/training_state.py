@@ -42,6 +42,11 @@ logger = logging.getLogger("trine")
 #: How a group is computed, not what it computes: a resumed run keeps its own.
 _OF_THE_RUN = frozenset({"params", "fused", "foreach", "capturable"})
 
+#: What learning-rate schedulers write into a group.
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "max_momentum", "base_momentum", "base_lrs"}
+)
+
 #: Techniques whose state is among the tensors by name.
 _BY_NAME = frozenset({"masters"})
 
@@ -160,6 +165,19 @@ def require_same_groups(assembly: Assembly, state: Mapping[str, Any]) -> None:
             f"the checkpoint's optimizer has groups of {[len(each) for each in state['names']]} parameters, this one "
             f"{[len(each) for each in ours]}, or in another order: make the groups as they were when it was saved"
         )
+    _require_same_settings(assembly, state["groups"])
+
+
+def _require_same_settings(assembly: Assembly, groups: list[Mapping[str, Any]]) -> None:
+    """Adam's groups have betas, SGD's a momentum. One of them alone is a PyTorch of another age."""
+    for ours, saved in zip(assembly.optimizer.param_groups, groups, strict=True):
+        missing = [key for key in assembly.optimizer.defaults if key in ours and key not in saved]
+        alien = [key for key in saved if key not in ours and key not in _OF_SCHEDULERS]
+        if missing and alien:
+            raise UnreadableInput(
+                f"the checkpoint is of another optimizer: its groups have {alien[0]}, and {missing[0]}, which "
+                f"{type(assembly.optimizer).__name__} has, is not there"
+            )
 
 
 def _names_by_group(assembly: Assembly) -> list[list[str]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from trine.optim._inputs import require_gradient
 from trine.optim.runtime.agreement import Agreement
 from trine.optim.runtime.nonfinite import (
     Policy,
@@ -20,7 +21,7 @@ from trine.optim.runtime.nonfinite import (
     unread,
     zero_gradients,
 )
-from trine.record.errors import TrainingError
+from trine.record.errors import TrainingError, UsageError
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
@@ -67,7 +68,12 @@ class Update:
 
     def backward(self, loss: torch.Tensor, weight: Any, counted: bool) -> None:
         """Add ``weight`` × the gradient of ``loss``. ``counted``: weights are tokens, and ranks may differ in them."""
-        self._counted = self._counted or counted
+        if counted != self._counted and (self._counted or isinstance(self._summed, torch.Tensor)):
+            raise UsageError(
+                "a loss came with a token count, and another of the same step without: their means cannot be weighed against "
+                "each other, so give counts for all or for none"
+            )
+        self._counted = counted
         self._dtype = loss.dtype
         if counted:
             weight = weight / self._unit_of(weight, agree=True)
@@ -135,8 +141,16 @@ class Update:
             self._forget()
             self.steps += 1
         if stepped and self.scheduler is not None:
-            self.scheduler.step()
+            self._schedule()
         return stepped
+
+    def _schedule(self) -> None:
+        try:
+            self.scheduler.step()
+        except Exception as error:  # the program's own code, as OneCycleLR's after its last step
+            raise TrainingError(
+                f"optimizer step {self.steps - 1} was taken, and then {type(self.scheduler).__name__} failed: {error}"
+            ) from error
 
     def _forget(self) -> None:
         self._weight = self._summed = 0.0
@@ -185,6 +199,7 @@ class Update:
         return [p.grad for group in groups for p in group["params"] if p.grad is not None]
 
     def _run_backward(self, loss: torch.Tensor, weight: Any, nothing: torch.Tensor | None) -> None:
+        require_gradient(loss)
         scaler = self._assembly.scaler
         scaled = loss if scaler is None else scaler.scale(loss)
         if not (isinstance(weight, float) and weight == 1.0):
@@ -198,6 +213,7 @@ class Update:
     def _backward_of_nothing(self, loss: torch.Tensor) -> None:
         """No token was valid: nothing is added, but other ranks wait for this one's part in their exchange."""
         if self._assembly.facts.ranks > 1:
+            require_gradient(loss)
             with zero_gradients(self._assembly.model, loss):
                 loss.backward()  # type: ignore[no-untyped-call]
 
@@ -272,6 +288,8 @@ class Update:
         return own if isinstance(weight, float) and weight == 1.0 else own / weight
 
     def _nothing_counted(self) -> bool:
+        if not self._counted and not isinstance(self._summed, torch.Tensor):
+            raise UsageError("engine.step() has nothing to apply: call engine.backward(loss) before it")
         if self._policy == "raise":
             whose = "the batch holds" if self._assembly.facts.ranks == 1 else "no rank's batch holds"
             negated = "no valid token" if self._assembly.facts.ranks == 1 else "a valid token"
