@@ -95,6 +95,6 @@ def tolerance_of(config: Config) -> Tolerance:
     """What all techniques that ``config`` uses state together; nought where it changes nothing."""
     total = Tolerance(0.0, 0.0)
     for technique in techniques():
-        stated = technique.tolerance(config) if hasattr(technique, "tolerance") else None
+        stated = technique.tolerance(config)
         total = total if stated is None else total.plus(stated)
     return total

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
     from trine.optim.runtime.host_memory import HostMemory
     from trine.optim.runtime.saved_tensors import Store
 
-__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal"]
+__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal", "tolerance"]
 
 KEYS = ("activations.dtype", "activations.pool", "offload.activations", "offload.path")
 ORDER = 35
@@ -40,6 +41,12 @@ def refusal(config: Config) -> str | None:
     if config.offload.path is not None and config.offload.activations != "nvme":
         return 'offload.path is where offload.activations = "nvme" writes: set that, or take the path out'
     return None
+
+
+def tolerance(config: Config) -> Tolerance | None:
+    """Rounding of what gradients are computed from; the first loss is exact."""
+    stated = {"bf16": Tolerance(2e-3, 5e-2), "fp16": Tolerance(1e-3, 1e-2), "fp8": Tolerance(1e-2, 3e-1)}
+    return stated.get(config.activations.dtype or "")
 
 
 def check(config: Config, facts: Facts) -> None:

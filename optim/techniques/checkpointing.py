@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.techniques.compilation import repeated_blocks
+from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from trine.optim.runtime.checkpointed import Region
     from trine.optim.runtime.recompute_plan import Plan
 
-__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "WATCH", "apply", "check", "refusal"]
+__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "WATCH", "apply", "check", "refusal", "tolerance"]
 
 KEYS = (
     "checkpointing.mode",
@@ -63,6 +64,11 @@ def refusal(config: Config) -> str | None:
     if wanted.every > 1 and (wanted.modules or wanted.mode in _DECIDES):
         other = "checkpointing.modules" if wanted.modules else f'checkpointing.mode = "{wanted.mode}"'
         return f"checkpointing.every and {other} both say which modules are recomputed: keep one of them"
+    return None
+
+
+def tolerance(config: Config) -> Tolerance | None:
+    """What is recomputed is the same in every bit."""
     return None
 
 

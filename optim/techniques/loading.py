@@ -12,9 +12,20 @@ from typing import Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
-__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "automatic_workers", "check", "refusal"]
+__all__ = [
+    "KEYS",
+    "NUMERICS",
+    "ORDER",
+    "QUANTITY",
+    "apply",
+    "automatic_workers",
+    "check",
+    "refusal",
+    "tolerance",
+]
 
 KEYS = ("data.workers", "data.pin_memory", "data.prefetch")
 ORDER = 70
@@ -24,6 +35,11 @@ NUMERICS = "unchanged, unless the dataset draws random numbers itself: workers d
 
 def refusal(config: Config) -> str | None:
     """Everything of these keys can be applied."""
+    return None
+
+
+def tolerance(config: Config) -> Tolerance | None:
+    """The same batches in the same order."""
     return None
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
-__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal"]
+__all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal", "tolerance"]
 
 KEYS = ("precision.loss_scale",)
 ORDER = 52
@@ -22,6 +23,11 @@ NUMERICS = "powers of two change no bit that fp16 can hold; steps that overflow 
 
 def refusal(config: Config) -> str | None:
     """Everything of this key can be applied."""
+    return None
+
+
+def tolerance(config: Config) -> Tolerance | None:
+    """A power of two changes nothing; what fp16 itself does is stated with ``precision.dtype``."""
     return None
 
 

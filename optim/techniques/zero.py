@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "check",
     "degrees",
     "refusal",
+    "tolerance",
 ]
 
 KEYS = ("zero.stage", "zero.reshard_after_forward", "zero.prefetch", "parallel.shard")
@@ -101,6 +103,11 @@ def _spelled(data: int | str) -> str:
 def _fit(ranks: int) -> str:
     fitting = [f"{ranks // n} × {n}" for n in range(2, ranks + 1) if ranks % n == 0]
     return f"use one of {', '.join(fitting)}"
+
+
+def tolerance(config: Config) -> Tolerance | None:
+    """Shards are summed in another order, and divided after the sum instead of before it."""
+    return Tolerance(1e-6, 1e-5) if config.zero.stage else None
 
 
 def check(config: Config, facts: Facts) -> None:
