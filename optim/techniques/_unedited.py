@@ -14,7 +14,7 @@ from typing import Any
 from trine.optim._facts import facts_of
 from trine.optim.config import Config
 from trine.optim.techniques import refusals
-from trine.optim.techniques._assembly import Assembly
+from trine.optim.techniques._assembly import Assembly, Facts
 from trine.record.errors import UsageError
 
 __all__ = ["APPLICABLE", "install", "refusals_without_code"]
@@ -52,16 +52,22 @@ def refusals_without_code(config: Config) -> dict[str, str]:
         found["precision.dtype"] = (
             'precision.dtype = "fp16" scales the loss, which needs trine.optimize in the script: without code use "bf16"'
         )
-    if config.precision.dtype == "bf16" and config.compute.compile == "model":
+    around = "precision.dtype" if config.precision.dtype is not None else "compute.attention"
+    if config.compute.compile == "model" and _surrounds_forward(config):
         found["compute.compile"] = (
-            'compute.compile = "model" with precision.dtype needs trine.optimize in the script: without code use '
-            'compute.compile = "blocks"'
+            f'compute.compile = "model" with {around} = {config[around]!r} needs trine.optimize in the script: without '
+            'code use compute.compile = "blocks"'
         )
     if config.communication.bucket_mib == "auto":
         found["communication.bucket_mib"] = (
             'communication.bucket_mib = "auto" needs trine.optimize in the script: without code give a number'
         )
     return found
+
+
+def _surrounds_forward(config: Config) -> bool:
+    """Whether hooks enter something around the outermost forward; of a compiled model they would be compiled too."""
+    return config.precision.dtype is not None or config.compute.attention == "flash"
 
 
 def install(config: Config) -> Prepare:
@@ -151,7 +157,7 @@ def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
     from trine.optim.techniques import attention, autocast, compilation, fused_regions
 
     if not models or not optimizers:
-        wanted = [key for key in config.changes() if key in ("compute.compile", "precision.dtype")]
+        wanted = [key for key in config.changes() if key == "precision.dtype" or key.startswith("compute.")]
         if wanted:
             raise UsageError(
                 f"{wanted[0]}: no model was found that an optimizer trains; apply it in the script"
@@ -162,6 +168,7 @@ def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
     for model in models:
         inner = getattr(model, "module", model)
         facts = facts_of(inner, optimizers[0])
+        _check_constructed(config, facts)
         config = config.with_changes({"compute.fuse": [name for name in whole if name != "optimizer"]})
         assembly = Assembly(inner, optimizers[0], config, facts)
         for technique in (attention, fused_regions, compilation):
@@ -169,9 +176,9 @@ def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
             technique.apply(assembly)
         if config.precision.dtype is not None:
             autocast.check(config, facts)
-        dtype, flash = config.precision.dtype, config.compute.attention == "flash"
-        if dtype is not None or flash:
-            around = _AroundForward(facts.device_type, dtype, flash)
+        if _surrounds_forward(config):
+            flash = config.compute.attention == "flash"
+            around = _AroundForward(facts.device_type, config.precision.dtype, flash)
             model.register_forward_pre_hook(around.before)
             model.register_forward_hook(around.after, always_call=True)
     for optimizer in optimizers:
@@ -179,6 +186,16 @@ def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
         config = config.with_changes({"compute.fuse": [name for name in whole if name == "optimizer"]})
         fused_regions.check(config, facts)
         fused_regions.apply(Assembly(models[0], optimizer, config, facts))
+
+
+def _check_constructed(config: Config, facts: Facts) -> None:
+    """Of what is switched, or given to constructors, before there is a model to look at."""
+    from trine.optim.techniques import data_parallel, loading, tf32
+
+    tf32.check(config, facts)
+    loading.check(config, facts)
+    if _bucket_arguments(config):
+        data_parallel.check(config, facts)
 
 
 class _AroundForward:
