@@ -97,10 +97,12 @@ class Collectors:
 
     def _read_holdings(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         parameters = parameters_of(models, optimizers)
+        copies = _copies_of(parameters, optimizers)
+        state = sum(bytes_of_optimizer(optimizer) for optimizer in optimizers)
         self.held = {
             "memory/parameters_bytes": bytes_of_tensors(parameters),
-            "memory/gradients_bytes": bytes_of_gradients(parameters),
-            "memory/optimizer_bytes": sum(bytes_of_optimizer(optimizer) for optimizer in optimizers),
+            "memory/gradients_bytes": bytes_of_gradients([*parameters, *copies]),
+            "memory/optimizer_bytes": state + bytes_of_tensors(copies),
         }
         now = time.perf_counter_ns()
         for metric, value in self.held.items():
@@ -117,6 +119,17 @@ class Collectors:
         if self._memory is not None:
             self._guard.run("memory", self._memory.close)
             self._memory = None
+
+
+def _copies_of(parameters: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
+    """What the optimizers hold that is no parameter nor lies in one: master weights, which are state of the optimizer."""
+    known = {_address(parameter) for parameter in parameters}
+    return [held for held in parameters_of((), optimizers) if _address(held) not in known]
+
+
+def _address(tensor: Any) -> int:
+    """Of the storage, of a DTensor its own shard's."""
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())
 
 
 def parameters_of(models: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
