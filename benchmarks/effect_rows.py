@@ -170,7 +170,12 @@ _COMPUTE = (
     Row(
         "bf16 master weights",
         {"precision.dtype": "bf16", "precision.master_weights": True},
-        (Line("parameter bytes", share(1 / 2, "half")), Line("gradient bytes", share(1 / 2, "half"))),
+        (
+            Line("parameter bytes", share(1 / 2, "half")),
+            Line("optimizer bytes", share(12 / 8, "8Ψ and 4Ψ of masters")),
+            Line("gradient bytes"),
+            _ACTIVATIONS,
+        ),
     ),
     Row("sdpa", {"compute.attention": "sdpa"}, (_ACTIVATIONS, _TIME), model="large"),
     Row("fused optimizer", {"compute.fuse": ["optimizer"]}, (Line("optimizer time"), _TIME), model="large"),
@@ -181,10 +186,16 @@ _COMPUTE = (
         model="vocabulary",
     ),
     Row(
-        "fused mlp and residual",
-        {"compute.fuse": ["bias_dropout_residual", "mlp"]},
+        "fused bias_dropout_residual",
+        {"compute.fuse": ["bias_dropout_residual"]},
+        (_ACTIVATIONS, _TIME),
+        model="dropout",
+    ),
+    Row(
+        "fused mlp and norm",
+        {"compute.fuse": ["mlp", "norm"]},
         (_ACTIVATIONS, _TIME, Line("compile time")),
-        model="large",
+        model="gated",
     ),
     Row(
         "compile blocks",

@@ -44,6 +44,8 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "small": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 64},
     "large": {"layers": 3, "hidden": 192, "heads": 6, "sequence": 128},
     "documents": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 256},
+    "dropout": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 64, "dropout": 0.1},
+    "gated": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 64, "mlp": "swiglu", "norm": "rms"},
     "vocabulary": {"layers": 2, "hidden": 64, "heads": 4, "sequence": 64, "vocab": 8192},
 }
 
@@ -213,16 +215,16 @@ def _serve(rank: int, ranks: int, port: int, pipe: Any) -> None:
     if ranks > 1:
         torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     while (task := pipe.recv()) is not None:
-        position, folder = task
+        row, folder = task
         try:
-            pipe.send(measure(rank, ROWS[position], folder))
+            pipe.send(measure(rank, next(each for each in ROWS if each.name == row), folder))
         except Exception as error:  # noqa: BLE001 - printed in the table
             pipe.send(f"{type(error).__name__}: {error}" if str(error) else traceback.format_exc())
     if ranks > 1:
         torch.distributed.destroy_process_group()
 
 
-def _answers(pipes: Sequence[Any], task: tuple[int, str]) -> list[Any]:
+def _answers(pipes: Sequence[Any], task: tuple[str, str]) -> list[Any]:
     for pipe in pipes:
         pipe.send(task)
     deadline = time.monotonic() + TIMEOUT_S
@@ -250,7 +252,7 @@ def _run_together(ranks: int, rows: Sequence[Row]) -> Iterator[list[Result] | st
     try:
         for row in rows:
             with tempfile.TemporaryDirectory() as folder:
-                answers = _answers(pipes, (ROWS.index(row), folder))
+                answers = _answers(pipes, (row.name, folder))
                 failures = [answer for answer in answers if isinstance(answer, str)]
                 yield failures[0] if failures else results_of(row, Path(folder), answers[0])
             if failures and ranks > 1:
