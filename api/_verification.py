@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trine.optim.config import Config
 from trine.optim.techniques import tolerance_of
@@ -18,6 +20,9 @@ from trine.profiler.launch import find_program
 from trine.record.errors import TrineError, UsageError
 
 __all__ = ["Sides"]
+
+#: A launcher that is told to end gives its workers up to 30 s; then it is killed.
+ENDING_S = 40.0
 
 
 class Sides:
@@ -52,7 +57,10 @@ class Sides:
         config = None if path is None else Config.from_toml(path)
         self._say("plain …")
         self._plain = self._run(Config(), "plain")
-        self._has_engine = bool(_facts(self._plain).get("engine"))
+        seen = _facts(self._plain)
+        if not seen.get("bits"):
+            raise UsageError("the plain run took no optimizer step: is SCRIPT a training script?")
+        self._has_engine = bool(seen.get("engine"))
         if config is None and not self._has_engine:
             raise UsageError(
                 "nothing to prove: the script does not call trine.optimize, and there is no --config before it"
@@ -118,24 +126,41 @@ class Sides:
         command = [sys.executable, *(launcher if arguments.ranks > 1 else []), *ours]
         log = self._folder / f"{self._runs}-{name}.log"
         environment = {**os.environ, "PYTHONHASHSEED": str(arguments.seed)}
-        with log.open("wb") as output:
+        with log.open("wb") as output, _process(command, output, environment) as process:
             try:
-                ended = subprocess.run(
-                    command,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                    timeout=arguments.timeout,
-                    check=False,
-                )
+                code = process.wait(arguments.timeout)
             except subprocess.TimeoutExpired:
                 raise UsageError(
                     f"the {name} run took longer than {arguments.timeout:g} s: raise --timeout, or lower --steps"
                 ) from None
-        if ended.returncode:
-            raise UsageError(_reason(name, ended.returncode, log.read_text(errors="replace")))
+        if code:
+            raise UsageError(_reason(name, code, log.read_text(errors="replace")))
         return folder
+
+
+@contextlib.contextmanager
+def _process(
+    command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a session of its own; nothing of it is left afterwards, however this ends."""
+    process = subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its workers, which are in sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what the script started and left
+        process.wait()
 
 
 def _facts(folder: Path) -> dict[str, Any]:

@@ -72,4 +72,9 @@ def _require_same_parameters(model: torch.nn.Module, optimizer: torch.optim.Opti
         )
     left = [name for name, p in trained if id(p) not in held]
     if left:
-        logger.info("%d parameters are in no group of the optimizer, %s among them", len(left), left[0])
+        logger.warning(
+            "%d parameters are in no group of the optimizer, %s among them: the engine will not change them, and a second "
+            "optimizer would find their gradients neither unscaled nor weighed by tokens",
+            len(left),
+            left[0],
+        )

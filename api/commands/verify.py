@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
 from trine._verification_words import as_json, as_text
 from trine.optim.verify import Verification
@@ -66,6 +69,23 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("steps", "ranks"):
         if getattr(arguments, name) < 1:
             raise UsageError(f"--{name} takes 1 or more")
+    if not arguments.timeout > 0:
+        raise UsageError("--timeout takes seconds, more than 0")
+    if "RANK" in os.environ:
+        raise UsageError(
+            "RANK is set, so a launcher has started this process: trine verify starts the ranks itself, so call it once, "
+            f"without torchrun: trine verify --ranks {os.environ.get('WORLD_SIZE', 'N')} ..."
+        )
+    previous = signal.signal(signal.SIGTERM, _ended)  # so that it leaves as little as Ctrl-C does
+    try:
+        verification = _verified(arguments, command)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    print(_formatted(verification, arguments.format))
+    return 0 if verification.holds else 1
+
+
+def _verified(arguments: argparse.Namespace, command: list[str]) -> Verification:
     from trine._verification import Sides
 
     with tempfile.TemporaryDirectory(prefix="trine-verify-") as folder:
@@ -73,8 +93,11 @@ def run(arguments: argparse.Namespace) -> int:
         verification = sides.verify(_given(arguments))
         if not verification.holds and not arguments.no_search:
             verification = verification.blaming(sides.key_at_fault(verification))
-    print(_formatted(verification, arguments.format))
-    return 0 if verification.holds else 1
+    return verification
+
+
+def _ended(number: int, _: Any) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _given(arguments: argparse.Namespace) -> tuple[float | None, float | None]:

@@ -115,7 +115,8 @@ class Witness:
 
         def before(optimizer: Any, *_: Any) -> None:
             if optimizer is last:
-                self._take_gradients()
+                # GradScaler leaves unscaling to fused kernels, and its scale with the optimizer, for this one call.
+                self._take_gradients(getattr(optimizer, "grad_scale", None))
 
         def after(optimizer: Any, *_: Any) -> None:
             if optimizer is last:
@@ -156,7 +157,7 @@ class Witness:
 
     # --- what is written down --------------------------------------------------------------------
 
-    def _take_gradients(self) -> None:
+    def _take_gradients(self, scale: torch.Tensor | None = None) -> None:
         if self.done:
             self.finish()
             raise SystemExit(0)
@@ -167,6 +168,7 @@ class Witness:
             if parameter.grad is None:
                 continue
             gradient = whole(parameter.grad)
+            gradient = gradient if scale is None else gradient / scale
             total += float(gradient.double().square().sum())
             self._sketches[f"{step}/{name}"] = sketch_of(gradient)
         self._norms[step] = total**0.5

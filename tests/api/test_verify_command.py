@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,7 @@ def test_a_script_that_breaks_says_its_own_error() -> None:
         (("-m", "absent_module"), "there is no module absent_module"),
         (("--steps", "0", "loop.py"), "--steps takes 1 or more"),
         (("--loss-tolerance", "-1", "loop.py"), "--loss-tolerance takes 0 or more"),
+        (("--timeout", "nan", "loop.py"), "--timeout takes seconds"),
         (("--config", "broken.toml", "loop.py"), "did you mean precision.dtype"),
         (("--config", "absent.toml", "loop.py"), "cannot read the configuration absent.toml"),
     ],
@@ -153,13 +156,78 @@ def test_wrong_usage_is_one_line(
         (("loop.py",), "nothing to prove"),
         (("--config", "engine.toml", "loop.py"), "accumulation.steps changes the training loop"),
         (("--config", "engine.toml", "empty.py"), "took no optimizer step"),
+        (("--config", "fused.toml", "untrained.py"), "took no optimizer step"),
     ],
 )
 def test_what_cannot_be_verified_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "empty.py").write_text("import torch\n")
+    (tmp_path / "untrained.py").write_text("import torch\ntorch.nn.Linear(2, 2)\n")
+    (tmp_path / "fused.toml").write_text('[compute]\nfuse = ["optimizer"]\n')
     (tmp_path / "engine.toml").write_text("[accumulation]\nsteps = 2\n")
     ended = verify("-n", "2", *arguments, folder=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert words in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_inside_a_launcher_it_says_how_ranks_are_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["verify", str(SCRIPT)]) == 2
+    assert "trine verify --ranks 4" in capsys.readouterr().err
+
+
+SCALED = LOOP.replace("for step", "scaler = torch.amp.GradScaler('cpu')\nfor step").replace(
+    "    torch.nn.functional.cross_entropy(model(inputs), targets).backward()\n    optimizer.step()\n",
+    "    scaler.scale(torch.nn.functional.cross_entropy(model(inputs), targets)).backward()\n"
+    "    scaler.step(optimizer)\n    scaler.update()\n",
+)
+
+
+@pytest.mark.slow
+def test_a_fused_optimizer_unscales_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(SCALED)
+    (tmp_path / "fused.toml").write_text('[compute]\nfuse = ["optimizer"]\n')
+    code, found = report("-n", "3", "--config", "fused.toml", "loop.py", folder=tmp_path)
+    assert code == 0, found
+
+
+LEAVING = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(child.pid, file=open("pids", "w"), flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["timeout", "interrupt", "terminate"])
+def test_nothing_is_left_of_a_run_that_hangs(tmp_path: Path, how: str) -> None:
+    (tmp_path / "loop.py").write_text(LEAVING)
+    (tmp_path / "fused.toml").write_text('[compute]\nfuse = ["optimizer"]\n')
+    folders = tmp_path / "temporary"
+    folders.mkdir()
+    seconds = "8" if how == "timeout" else "200"
+    verifying = subprocess.Popen(
+        [sys.executable, "-m", "trine", "verify", "--timeout", seconds, "--config", "fused.toml", "loop.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(folders)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not (tmp_path / "pids").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    child = int((tmp_path / "pids").read_text())
+    if how != "timeout":
+        verifying.send_signal(signal.SIGINT if how == "interrupt" else signal.SIGTERM)
+    _, said = verifying.communicate(timeout=60)
+    assert verifying.returncode == {"timeout": 2, "interrupt": 130, "terminate": 143}[how], said
+    assert len(said.splitlines()) <= 1
+    assert not list(folders.iterdir())
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
