@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import statistics
 import time
 from typing import Any
 
@@ -158,7 +157,7 @@ def test_batches_in_dictionaries() -> None:
 @pytest.mark.slow
 @pytest.mark.timing
 def test_what_the_engine_adds_to_a_step() -> None:
-    """Processor time of this thread, alternated, on a model that costs next to nothing itself."""
+    """Less than what a perceptron's own step takes, about 0.15 ms: processor time of this thread, alternated."""
     batches = [cases.samples(4, seed) for seed in range(100)]
     plain = cases.regression()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
@@ -174,19 +173,17 @@ def test_what_the_engine_adds_to_a_step() -> None:
         for batch in engine.steps(batches):
             engine.train_step(batch)
 
-    added = []
+    least = [float("inf")] * 2
     gc.disable()
     try:
         for _ in range(20):
-            spent = []
-            for loop in (by_hand, by_engine):
+            for place, loop in enumerate((by_hand, by_engine)):
                 begin = time.thread_time()
                 loop()
-                spent.append(time.thread_time() - begin)
-            added.append((spent[1] - spent[0]) / len(batches))
+                least[place] = min(least[place], time.thread_time() - begin)
     finally:
         gc.enable()
-    assert statistics.median(added) < 200e-6  # 80 µs on a quiet core; others may share it
+    assert least[1] - least[0] < 0.9 * least[0]
 
 
 def test_a_missing_loss_function_is_said_before_anything_moves() -> None:
