@@ -20,12 +20,23 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
+from trine.optim._agreement import agreed
 from trine.optim._facts import facts_of, require_trainable
+from trine.optim._inputs import (
+    as_config,
+    length_of,
+    require_count,
+    require_iterable,
+    require_loss,
+    require_own_steps,
+    require_settings,
+    weighed,
+)
 from trine.optim._override import current_override
 from trine.optim._persistence import Persistent
 from trine.optim.batches import Divisible, Gathered, pieces_of, size_of, to_device, tokens_of
 from trine.optim.config import Config
-from trine.optim.techniques import Assembly, Effect, require_applicable, techniques
+from trine.optim.techniques import Assembly, Effect, Facts, require_applicable, techniques
 from trine.record.errors import TrainingError, TrineError, UsageError
 from trine.record.events import emit, emit_metric, is_heard
 
@@ -78,17 +89,13 @@ def optimize(
     Raises ``UsageError``, with the key's name and the way out, for what this version, this machine or this model cannot
     do; model and optimizer are untouched then.
     """
-    config = _config(config)
-    override = current_override()
-    if override is not None:
-        config = override.configuration(config)
-    require_applicable(config)
-    require_trainable(model, optimizer)
-    if nonfinite not in ("raise", "skip", "allow"):
-        raise UsageError(f'nonfinite = {nonfinite!r}: it takes "raise", "skip" or "allow"')
-    facts = facts_of(model, optimizer)
-    for technique in techniques():
-        technique.check(config, facts)
+    given: dict[str, Any] = {}
+    with agreed(model, given):
+        config, facts = _checked(model, optimizer, config)
+        require_settings(optimizer, loss_fn, clip_norm, scheduler, nonfinite)
+        require_own_steps(optimizer)
+        given |= config.changes() | _settings(model, facts, loss_fn, clip_norm, scheduler, nonfinite)
+        given.pop("offload.path", None)  # a disk of each rank's own
     from trine.optim.runtime.adoption import named_parameters
     from trine.optim.runtime.saved_tensors import count_when_heard
 
@@ -104,12 +111,43 @@ def optimize(
     except BaseException:
         _close_all(assembly.closers)  # no thread, group or switch is left of a run that never began
         raise
+    override = current_override()
     if override is not None:
         override.attach(assembly)
     for effect in assembly.effects:
         if facts.rank == 0:
             logger.info("%s", effect)
     return Engine(assembly, loss_fn, clip_norm, scheduler, nonfinite)
+
+
+def _checked(model: Any, optimizer: Any, given: Any) -> tuple[Config, Facts]:
+    """The configuration to apply, and what is known of where; raises where it cannot be."""
+    config = as_config(given)
+    override = current_override()
+    if override is not None:
+        config = override.configuration(config)
+    require_applicable(config)
+    require_trainable(model, optimizer)
+    facts = facts_of(model, optimizer)
+    for technique in techniques():
+        technique.check(config, facts)
+    return config, facts
+
+
+def _settings(
+    model: torch.nn.Module, facts: Facts, loss_fn: Any, clip_norm: Any, scheduler: Any, nonfinite: str
+) -> dict[str, Any]:
+    """What ranks must be given alike, besides the configuration's keys."""
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    return {
+        "ranks per node": facts.topology.ranks_per_node,
+        "loss_fn": None if loss_fn is None else "a function",
+        "clip_norm": None if clip_norm is None else float(clip_norm),
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+        "nonfinite": nonfinite,
+        "the model": f"{sum(trained)} trained parameters in {len(trained)} tensors",
+        "the optimizer": type(facts.optimizer).__name__,
+    }
 
 
 def _naming_lost_ranks(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -222,12 +260,17 @@ class Engine(Persistent):
     @_naming_lost_ranks
     def backward(self, loss: torch.Tensor, count: float | torch.Tensor | None = None) -> None:
         """Add this micro-batch's gradients. ``count``: tokens that ``loss`` is the mean of, to weigh it by."""
+        self._require_usable()
+        require_loss(loss)
+        if count is not None:
+            require_count(count)
         emit("phase", name="backward")
         self._update.backward(loss, 1.0 if count is None else count, count is not None)
 
     @_naming_lost_ranks
     def step(self) -> bool:
         """After each micro-batch: steps the optimizer at the last one, and says whether it did."""
+        self._require_usable()
         self._micro += 1
         self._consumed = True
         if self._micro < self._assembly.accumulation and not self._last_is_near:
@@ -250,10 +293,11 @@ class Engine(Persistent):
         With ``accumulation.global_batch`` and a ``loss_fn`` each is what this rank takes an optimizer step, gathered or cut
         from the loader's batches.
         """
+        require_iterable(loader)
         for remake in self._assembly.loaders:
             loader = remake(loader)
         iterator = iter(loader)
-        left = len(loader) if hasattr(loader, "__len__") else None  # type: ignore[arg-type]
+        left = length_of(loader)
         while True:
             self._begin_step()
             emit("phase", name="data")
@@ -336,7 +380,10 @@ class Engine(Persistent):
                     "data.packing with micro-batches: they hold different numbers of tokens, and the mean of their means is "
                     "another loss: have loss_fn return (mean loss, token count)"
                 )
-            loss, weight, counted = _weighed(result, samples[position] / whole)
+            loss, weight, counted = weighed(result, samples[position] / whole, piece)
+            require_loss(loss)
+            if counted:
+                require_count(weight)
             emit("phase", name="backward")
             if position == last:
                 self._stage = _EXCHANGING
@@ -356,7 +403,9 @@ class Engine(Persistent):
     def _probe(self, piece: Any) -> None:
         """Forward and backward of a micro-batch whose memory is measured; what it leaves is undone by who measures."""
         self._synchronise(self.config.zero.stage >= 2)  # gradients that stay unreduced could not be undone
-        _weighed(self._forward(piece), 1.0)[0].backward()  # type: ignore[no-untyped-call]
+        loss = weighed(self._forward(piece), 1.0, piece)[0]
+        require_loss(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
 
     # --- parts ---------------------------------------------------------------------------------
 
@@ -436,23 +485,6 @@ class Engine(Persistent):
         self._loss = None
         for after in self._assembly.after_step:
             after()
-
-
-def _weighed(result: Any, share: float) -> tuple[torch.Tensor, Any, bool]:
-    """The mean loss, what it weighs, and whether that is a token count: else its share of the step's samples."""
-    if isinstance(result, tuple):
-        return result[0], result[1], True
-    return result, share, False
-
-
-def _config(given: Config | Mapping[str, Any] | str | Path | None) -> Config:
-    if given is None:
-        return Config()
-    if isinstance(given, Config):
-        return given
-    if isinstance(given, Mapping):
-        return Config.from_dict(given)
-    return Config.from_toml(given)
 
 
 def _close_all(closers: list[Callable[[], None]]) -> None:

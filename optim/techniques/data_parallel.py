@@ -69,6 +69,7 @@ def check(config: Config, facts: Facts) -> None:
             f"{wanted[0]} is about several ranks, and this process is alone: start it with torchrun "
             "(and torch.distributed.init_process_group), or take the key out"
         )
+    _check_whole(config, facts)
     replicas = config.parallel.data
     if config.zero.stage == 0 and replicas not in ("auto", facts.ranks):  # ZeRO's check knows of shards
         raise UsageError(
@@ -139,6 +140,18 @@ def best_bucket_bytes(gradient_bytes: int, alpha_s: float, bytes_per_s: float) -
 
 
 # --- parts -------------------------------------------------------------------------------------
+
+
+def _check_whole(config: Config, facts: Facts) -> None:
+    """Replicas are of whole parameters; ZeRO's own check speaks for its shards."""
+    if facts.ranks == 1 or config.zero.stage != 0:
+        return
+    for name, parameter in facts.model.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise UsageError(
+                f"parallel.data: {name} is sharded already (a DTensor), and ranks replicate whole parameters: give "
+                "trine.optimize the model as it was before fully_shard, with zero.stage = 3 to shard it"
+            )
 
 
 def _check_compiled(config: Config, facts: Facts) -> None:
