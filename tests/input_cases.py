@@ -6,7 +6,7 @@ import os
 from typing import Any
 from unittest import mock
 
-__all__ = ["differing", "losses_of", "pairs", "small", "twice"]
+__all__ = ["budget_over_unequal_batches", "differing", "losses_of", "pairs", "small", "twice"]
 
 
 def small(seed: int = 0) -> Any:
@@ -88,3 +88,24 @@ def twice(rank: int, first: dict[str, Any], second: dict[str, Any]) -> Any:
     losses += [float(later.train_step(batch)) for batch in data[1:]]
     later.close()
     return losses
+
+
+def budget_over_unequal_batches(rank: int, budget_bytes: int) -> Any:
+    """What becomes of a budget that is enough for rank 0's small batches alone: the refusal, or what is recomputed."""
+    import torch
+
+    import trine
+
+    model = torch.nn.Sequential(small(), torch.nn.Linear(1, 4), small())
+    config = {"mode": "budget", "budget_bytes": budget_bytes, "modules": ["0", "2"]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = trine.optimize(model, optimizer, {"checkpointing": config}, loss_fn=squared)
+    inputs, targets = pairs(1, rank)[0]
+    batch = (inputs.repeat(1 + 99 * rank, 1), targets.repeat(1 + 99 * rank, 1))
+    try:
+        engine.train_step(batch)
+    except trine.TrineError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return [str(effect) for effect in engine.effects if "modules recomputed" in str(effect)]

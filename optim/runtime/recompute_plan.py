@@ -94,7 +94,9 @@ class Plan:
         budget: Callable[[int, int], int],
         key: str,
         told: Callable[[str], None],
+        ranks: int = 1,
     ) -> None:
+        self._ranks = ranks
         self._regions = list(regions)
         self._saved = saved
         self._budget = budget
@@ -171,7 +173,7 @@ class Plan:
         least = peak_of(candidates, everything, self._end_bytes)
         most = peak_of(candidates, frozenset(), self._end_bytes)
         budget = self._budget(least, most)
-        chosen = choose(candidates, budget, self._end_bytes)
+        chosen, least = self._agreed(choose(candidates, budget, self._end_bytes), least)
         if chosen is None:
             message = (
                 f"{self._key} = {budget}: full checkpointing of {len(candidates)} modules needs {least} bytes for "
@@ -190,6 +192,20 @@ class Plan:
             f"{len(chosen)} of {len(candidates)} modules recomputed: {names}; {_mib(peak)} saved for backward at the "
             f"peak, {_mib(most)} without, {_mib(least)} with all, {_mib(budget)} allowed"
         )
+
+    def _agreed(self, chosen: frozenset[str] | None, least: int) -> tuple[frozenset[str] | None, int]:
+        """What all ranks recompute, and the most that any needs; ``None`` where it does not fit on one of them.
+
+        Their first batches may differ in size, and a rank that refused alone would leave the others waiting. Every rank
+        takes its first decision at the same place; later ones, for a larger batch, are a rank's own.
+        """
+        if self._ranks == 1 or self._is_decided:
+            return chosen, least
+        found: list[Any] = [None] * self._ranks
+        torch.distributed.all_gather_object(found, (chosen, least))
+        plans = [plan for plan, _ in found]
+        most = max(needed for _, needed in found)
+        return (None if None in plans else frozenset().union(*plans)), most
 
     def _forward_ended(self) -> None:
         if not self._is_measuring or not self._measured:

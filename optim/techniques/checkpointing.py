@@ -234,12 +234,15 @@ def _decide_by_measurement(assembly: Assembly, regions: list[Region]) -> None:
         logger.info("%s", assembly.effects[-1])
 
     plan: Plan
+    ranks = assembly.facts.ranks
     if wanted.mode == "budget":
         budget = int(wanted.budget_bytes or 0)
-        plan = recompute_plan.Plan(regions, saved, lambda least, most: budget, KEYS[4], told)
+        plan = recompute_plan.Plan(regions, saved, lambda least, most: budget, KEYS[4], told, ranks)
     else:
         room = _free_bytes(assembly)
-        plan = recompute_plan.PlanAfterStep(regions, saved, lambda least, most: least + room(), KEYS[0], told)
+        plan = recompute_plan.PlanAfterStep(
+            regions, saved, lambda least, most: least + room(), KEYS[0], told, ranks
+        )
 
         def after_first_step() -> None:
             if plan.is_measured:

@@ -285,6 +285,14 @@ def test_a_second_engine_for_the_same_model(two_ranks: RankPool) -> None:
         assert "give trine.optimize each pair once" in said
 
 
+def test_a_budget_that_is_enough_on_one_rank_alone(two_ranks: RankPool) -> None:
+    """Batches of 6 and of 600 samples: rank 0 would go on, and wait for rank 1, which has refused."""
+    first, second = two_ranks.run("input_cases:budget_over_unequal_batches", 4_000)
+    assert first == second and "checkpointing.budget_bytes = 4000: full checkpointing" in first
+    plans = two_ranks.run("input_cases:budget_over_unequal_batches", 10_000_000)
+    assert all("0 of 2 modules recomputed" in plan[0] for plan in plans)
+
+
 def test_one_process_says_the_same() -> None:
     assert input_cases.losses_of(0, {}) == input_cases.losses_of(0, {"accumulation.steps": 1})
     with pytest.raises(UsageError):
