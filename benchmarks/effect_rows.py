@@ -177,7 +177,7 @@ _COMPUTE = (
             _ACTIVATIONS,
         ),
     ),
-    Row("sdpa", {"compute.attention": "sdpa"}, (_ACTIVATIONS, _TIME), model="large"),
+    Row("sdpa", {"compute.attention": "sdpa"}, (_ACTIVATIONS, _TIME), model="long"),
     Row("fused optimizer", {"compute.fuse": ["optimizer"]}, (Line("optimizer time"), _TIME), model="large"),
     Row(
         "fused cross_entropy",
