@@ -218,11 +218,6 @@ def _check_delayed(config: Config, facts: Facts) -> None:
         raise UsageError(
             "accumulation.delayed hides communication between ranks, and this process is alone: take the key out"
         )
-    if config.zero.stage:
-        raise UsageError(
-            f"accumulation.delayed and zero.stage = {config.zero.stage} cannot be combined: a late update keeps all "
-            "gradients whole on every rank, twice. Drop one of them"
-        )
     if config.precision.dtype == "fp16":
         raise UsageError(
             'accumulation.delayed and precision.dtype = "fp16" cannot be combined: the loss scale would change between a '

@@ -157,7 +157,9 @@ def _dropout(modules: list[torch.nn.Module]) -> float:
 
 def _switches(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
     """Modules that can be told, with the method to tell them. The outermost of each branch speaks."""
-    inner = getattr(model, "module", model)
+    from trine.optim.runtime.adoption import unwrapped
+
+    inner = unwrapped(model)
     whole = getattr(inner, "set_attn_implementation", None)
     if callable(whole):
         return [(inner, whole)]

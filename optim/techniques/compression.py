@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trine.optim.config import Communication, Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._needs import require_plain_gradients, require_ranks
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -52,10 +53,6 @@ class Counted(Protocol):
         """What the uncompressed exchange of the same would have sent."""
 
 
-#: Sums of more ternary codes do not fit a byte.
-_MOST_TERNARY_RANKS = 127
-
-
 def refusal(config: Config) -> str | None:
     """More levels than eight bits hold."""
     levels = config.communication.compression_levels
@@ -85,22 +82,15 @@ def check(config: Config, facts: Facts) -> None:
     if name == "none":
         _require_compression(config)
         return
-    if facts.ranks == 1:
-        raise UsageError(
-            f"{_COMPRESSION} is about several ranks, and this process is alone: start it with torchrun "
-            "(and torch.distributed.init_process_group), or take the key out"
-        )
+    require_ranks(_COMPRESSION, facts)
     if stage >= 2 and name == "powersgd":
         raise UsageError(
             f'{_COMPRESSION} = "powersgd" needs whole matrices on every rank, and zero.stage = {stage} hands out flat '
             'shards: use "int8", or zero.stage = 1'
         )
-    if name == "terngrad" and facts.ranks > _MOST_TERNARY_RANKS and stage < 2:
-        raise UsageError(
-            f'{_COMPRESSION} = "terngrad" sums codes in a byte, up to {_MOST_TERNARY_RANKS} ranks, and there are '
-            f'{facts.ranks}: use "qsgd" with {_LEVELS} = 1'
-        )
-    _check_model(facts)
+    if name == "terngrad" and stage < 2:
+        _check_ternary(facts.ranks)
+    require_plain_gradients(_COMPRESSION, facts)
 
 
 def apply(assembly: Assembly) -> None:
@@ -127,21 +117,13 @@ def _require_compression(config: Config) -> None:
             )
 
 
-def _check_model(facts: Facts) -> None:
-    from trine.optim.runtime.replicas import hook_of
+def _check_ternary(ranks: int) -> None:
+    from trine.optim.runtime.exchange.terngrad import MOST_RANKS
 
-    if hook_of(facts.model):
+    if ranks > MOST_RANKS:
         raise UsageError(
-            f"{_COMPRESSION}: this DistributedDataParallel has a communication hook of its own; drop the key, or give "
-            "the model without the hook"
-        )
-    sparse = [
-        name for name, module in facts.model.named_modules() if getattr(module, "sparse", False) is True
-    ]
-    if sparse:
-        raise UsageError(
-            f"{_COMPRESSION} takes dense gradients, and {sparse[0]} has sparse ones: set its sparse=False, or drop the "
-            "key"
+            f'{_COMPRESSION} = "terngrad" sums codes in a byte, up to {MOST_RANKS} ranks, and there are {ranks}: use "qsgd" '
+            f"with {_LEVELS} = 1"
         )
 
 

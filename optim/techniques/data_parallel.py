@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._needs import require_ranks
 from trine.optim.techniques.compilation import LEAST_BUCKET_MIB
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
@@ -64,11 +65,8 @@ def tolerance(config: Config) -> Tolerance | None:
 def check(config: Config, facts: Facts) -> None:
     """Raise ``UsageError`` where there is nothing to communicate, or the replicas do not fit the ranks."""
     wanted = [key for key in _OPTIONS if config[key] is not None]
-    if wanted and facts.ranks == 1:
-        raise UsageError(
-            f"{wanted[0]} is about several ranks, and this process is alone: start it with torchrun "
-            "(and torch.distributed.init_process_group), or take the key out"
-        )
+    if wanted:
+        require_ranks(wanted[0], facts)
     _check_whole(config, facts)
     replicas = config.parallel.data
     if config.zero.stage == 0 and replicas not in ("auto", facts.ranks):  # ZeRO's check knows of shards
@@ -217,7 +215,9 @@ def _tell(assembly: Assembly, options: dict[str, Any], automatic: _Automatic | N
 
 
 def _gradient_bytes(assembly: Assembly) -> int:
-    return sum(p.numel() * p.element_size() for p in assembly.model.parameters() if p.requires_grad)
+    from trine.optim.runtime.memory_fit import bytes_of
+
+    return bytes_of(p for p in assembly.model.parameters() if p.requires_grad)
 
 
 class _Automatic:

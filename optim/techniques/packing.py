@@ -57,11 +57,12 @@ def apply(assembly: Assembly) -> None:
     data = assembly.config.data
     if not data.packing:
         return
+    from trine.optim.runtime.adoption import unwrapped
     from trine.optim.runtime.loaders import changed
     from trine.optim.runtime.packing import Packer
     from trine.optim.runtime.padding import count_padding
 
-    model = _innermost(assembly.facts.model)
+    model = unwrapped(assembly.facts.model)
     packer = Packer(data.packed_length, inputs_of(model))
     assembly.loaders.append(lambda loader: changed(loader, packer, uncollated=True))
     hook = model.register_forward_pre_hook(_Guard(packer.made[0]), with_kwargs=True)
@@ -79,7 +80,9 @@ def inputs_of(model: torch.nn.Module) -> str:
 
     Raises ``UsageError``, with the way out, for a model that cannot be told.
     """
-    model = _innermost(model)
+    from trine.optim.runtime.adoption import unwrapped
+
+    model = unwrapped(model)
     takes = inspect.signature(model.forward).parameters
     if {"positions", "documents"} <= takes.keys():
         return "documents"
@@ -98,13 +101,6 @@ def inputs_of(model: torch.nn.Module) -> str:
         return "bias"
     # Flash and flex attention read the borders off the positions, where no mask is given.
     return "mask" if implementation == "sdpa" else "positions"
-
-
-def _innermost(model: torch.nn.Module) -> torch.nn.Module:
-    """Without data parallel's wrapper."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 class _Guard:

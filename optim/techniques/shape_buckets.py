@@ -41,11 +41,12 @@ def apply(assembly: Assembly) -> None:
     wanted = assembly.config.data.shape_buckets
     if not wanted:
         return
+    from trine.optim.runtime.adoption import unwrapped
     from trine.optim.runtime.loaders import changed
     from trine.optim.runtime.padding import count_padding
     from trine.optim.runtime.shape_buckets import ShapeBuckets
 
-    config = getattr(getattr(assembly.facts.model, "module", assembly.facts.model), "config", None)
+    config = getattr(unwrapped(assembly.facts.model), "config", None)
     most = getattr(config, "max_position_embeddings", getattr(config, "sequence", None))
     buckets = ShapeBuckets(
         None if wanted == "auto" else tuple(wanted), most if isinstance(most, int) else None

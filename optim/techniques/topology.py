@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trine.optim._schema import spell
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._needs import require_plain_gradients, require_ranks
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -65,11 +66,7 @@ def check(config: Config, facts: Facts) -> None:
     key = next((key for key in KEYS if config[key]), None)
     if key is None:
         return
-    if facts.ranks == 1:
-        raise UsageError(
-            f"{key} is about several ranks, and this process is alone: start it with torchrun "
-            "(and torch.distributed.init_process_group), or take the key out"
-        )
+    require_ranks(key, facts)
     if config.zero.stage >= 2:
         raise UsageError(
             f"{key} is about DDP's all-reduce, and zero.stage = {config.zero.stage} scatters gradients by FSDP2: "
@@ -109,19 +106,7 @@ def _check_algorithm(config: Config, facts: Facts) -> None:
         )
     if config.communication.algorithm == "two_level":
         _check_levels(topology)
-    from trine.optim.runtime.replicas import hook_of
-
-    hook = hook_of(facts.model)
-    if hook:
-        raise UsageError(
-            f"{_ALGORITHM}: this DistributedDataParallel has a communication hook of its own, {hook}; drop the key, or "
-            "give the model without the hook"
-        )
-    sparse = [name for name, each in facts.model.named_modules() if getattr(each, "sparse", False) is True]
-    if sparse:
-        raise UsageError(
-            f"{_ALGORITHM} takes dense gradients, and {sparse[0]} has sparse ones: set its sparse=False, or drop the key"
-        )
+    require_plain_gradients(_ALGORITHM, facts)
 
 
 def _check_levels(topology: Topology) -> None:
@@ -158,10 +143,11 @@ def _apply_algorithm(assembly: Assembly, algorithm: str) -> None:
     from trine.optim.runtime.exchange.sums import AllReduce
     from trine.optim.runtime.exchange.thread import thread_of
     from trine.optim.runtime.exchange.trial import corrected
+    from trine.optim.runtime.memory_fit import bytes_of
 
     facts = assembly.facts
     topology = facts.topology
-    gradients = sum(p.numel() * p.element_size() for p in assembly.model.parameters() if p.requires_grad)
+    gradients = bytes_of(p for p in assembly.model.parameters() if p.requires_grad)
     names = selection.candidates(algorithm, topology)
     # A ring has nothing to decide by them, but bucket_mib = "auto" has.
     is_needed = algorithm != "ring" or assembly.config.communication.bucket_mib == "auto"

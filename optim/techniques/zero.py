@@ -183,11 +183,6 @@ def _check_other_keys(config: Config) -> None:
                 f"{key} is an option of DistributedDataParallel, and zero.stage = {stage} is FSDP2, which exchanges "
                 "one bucket a block: drop one of them, or use zero.stage = 1"
             )
-    if config.communication.algorithm is not None:
-        raise UsageError(
-            f"communication.algorithm chooses an all-reduce, and zero.stage = {stage} reduce-scatters: drop one of "
-            "them; parallel.shard keeps shards inside a node"
-        )
     if config.compute.compile == "model":
         raise UsageError(
             f'compute.compile = "model" and zero.stage = {stage} cannot be combined: parameters are gathered block by '
