@@ -47,9 +47,7 @@ def _script(target: str) -> Program:
     if path.is_dir():
         raise UsageError(f"{target} is a folder: name the script in it, or give a package with -m")
     if not path.is_file():
-        raise UsageError(
-            f"there is no script {target} in {Path.cwd()}; a module is given with -m"
-        )
+        raise UsageError(f"there is no script {target} in {Path.cwd()}; a module is given with -m")
     file = os.path.abspath(target)  # noqa: PTH100 - as Python: made absolute, links kept
     loader = SourceFileLoader("__main__", file)
 

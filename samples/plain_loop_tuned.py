@@ -12,6 +12,7 @@ import os
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -76,7 +77,7 @@ class Classifier(nn.Module):
         return scores
 
 
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
     """Mean cross-entropy, in nats."""
     ids, labels = (tensor.to(next(model.parameters()).device) for tensor in batch)
     return functional.cross_entropy(model(ids), labels)

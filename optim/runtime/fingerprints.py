@@ -64,9 +64,11 @@ def bits_of(tensor: torch.Tensor) -> int:
 
 def shard_of(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """What lies on this rank, and which part of the whole that is: ranks that hold the same part are replicas."""
-    if not hasattr(tensor, "to_local"):
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
         return tensor.detach(), "whole"
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.detach().to_local(), f"{tuple(shape)} at {tuple(offset)}"
+    return tensor.to_local().detach(), f"{tuple(shape)} at {tuple(offset)}"

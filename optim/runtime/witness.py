@@ -131,7 +131,7 @@ class Witness:
         self._watch_losses()
 
     def _watch_losses(self) -> None:
-        original = torch.Tensor.backward
+        original: Any = torch.Tensor.backward
         witness = self
 
         def backward(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
