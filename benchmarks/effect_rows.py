@@ -208,11 +208,11 @@ _COMPUTE = (
 _SEQUENCES = (
     Row(
         "packing",
-        {"data.packing": True, "data.packed_length": 256},
+        {"data.packing": True, "data.packed_length": 384},
         (Line("padding waste"), Line("time a thousand tokens")),
         model="documents",
         data="documents",
-        samples=16,
+        samples=8,
         steps=8,
     ),
     Row(
@@ -221,16 +221,16 @@ _SEQUENCES = (
         (Line("padding waste"), Line("time a thousand tokens")),
         model="documents",
         data="documents",
-        samples=16,
+        samples=8,
         steps=8,
     ),
     Row(
         "shape_buckets",
-        {"data.shape_buckets": [96, 128, 192, 256]},
-        (Line("widths", Expected(lambda facts: 4, "≤ buckets", "most")), Line("padding waste")),
+        {"data.shape_buckets": [128, 256, 384]},
+        (Line("widths", Expected(lambda facts: 3, "≤ buckets", "most")), Line("padding waste")),
         model="documents",
         data="documents",
-        samples=4,
+        samples=2,
         steps=8,
     ),
     Row(

@@ -44,7 +44,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "small": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 64},
     "large": {"layers": 3, "hidden": 192, "heads": 6, "sequence": 128},
     "long": {"layers": 2, "hidden": 128, "heads": 4, "sequence": 256},
-    "documents": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 256},
+    "documents": {"layers": 2, "hidden": 64, "heads": 4, "sequence": 384},
     "dropout": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 64, "dropout": 0.1},
     "gated": {"layers": 4, "hidden": 64, "heads": 4, "sequence": 64, "mlp": "swiglu", "norm": "rms"},
     "vocabulary": {"layers": 2, "hidden": 64, "heads": 4, "sequence": 64, "vocab": 8192},
