@@ -128,7 +128,7 @@ def test_workers_hide_slow_reading(tmp_path: Path) -> None:
         _losses(
             tmp_path, "--steps", "24", "--read-ms", "4", "--hidden", "128", "--record", str(folder), *extra
         )
-        steps = trine.load(folder).ranks[0].steps
+        steps = trine.load(folder).rank(0).steps.columns
         phases = steps["phase_data_ns"][6:]
         data_share[name] = float(sum(phases)) / float(sum(steps["end_ns"][6:] - steps["start_ns"][6:]))
     assert data_share["plain"] > 0.3 and data_share["workers"] < 0.5 * data_share["plain"]
