@@ -107,10 +107,10 @@ def train(arguments: argparse.Namespace, rank: int, ranks: int, device: torch.de
 def main() -> None:
     """Parse the command line, join the process group if there is one, and train."""
     parser = argparse.ArgumentParser(description="Tell from which package a piece of source code is.")
-    parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16, help="samples a rank and step")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
