@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,14 +171,18 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 def _reason(name: str, code: int, log: str) -> str:
     """Our own line where there is one, else the last that the script said."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    # torchrun puts the rank in front of a rank's lines, and a report of its own, which says nothing of the cause, behind.
+    lines = [re.sub(r"^\[rank\d+\]:\s?", "", line).strip() for line in log.splitlines()]
+    lines = [line for line in lines if line and "torch.distributed.elastic" not in line]
     ours = [line.partition("trine: ")[2] for line in lines if "trine: " in line]
     if ours:
         return ours[0]
-    raised = [
-        line for line in lines if "Error" in line.partition(":")[0] and " " not in line.partition(":")[0]
+    said = [
+        line
+        for line in lines
+        if re.match(r"[\w.]*(Error|Exception|Interrupt|Exit)\b", line) or ": error: " in line
     ]
-    last = (raised or lines or ["it said nothing"])[-1] if not raised else raised[0]
+    last = said[0] if said else (lines or ["it said nothing"])[-1]
     return f"the {name} run ended with exit code {code}: {last}"
 
 

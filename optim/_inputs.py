@@ -38,6 +38,8 @@ def as_config(given: Any) -> Config:
     if isinstance(given, Config):
         return given
     if isinstance(given, Mapping):
+        if given and all(isinstance(key, str) and "." in key for key in given):
+            return Config().with_changes(given)  # key paths, as recommendations have them
         return Config.from_dict(given)
     if isinstance(given, (str, Path)):
         return Config.from_toml(given)

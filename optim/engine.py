@@ -77,7 +77,7 @@ def optimize(
 ) -> Engine:
     """Apply ``config`` to a live model and optimizer and return the engine that trains them.
 
-    ``config`` is a :class:`Config`, the path of a TOML file, or nested tables. ``loss_fn(model, batch)`` gives the mean
+    ``config`` is a :class:`Config`, the path of a TOML file, nested tables, or key paths with their values. ``loss_fn(model, batch)`` gives the mean
     loss, or ``(mean loss, token count)``; with counts, micro-batches *and* ranks weigh by their tokens, which costs one
     8-byte all-reduce a step. ``clip_norm`` clips the gradients' norm, and ``scheduler.step()`` is called, at each
     optimizer step. In a process group every rank must call it alike.
@@ -315,8 +315,12 @@ class Engine(Persistent):
             size = (size_of(batch), tokens_of(batch))
             try:
                 yield batch
-            finally:  # also when the loop is left early: the step ends there
-                self._close_step(*size)
+            finally:  # also when the loop is left early: the step ends there, if there was one
+                if self._consumed:
+                    self._close_step(*size)
+                else:
+                    self._step_open = False
+                    emit("step_cancel", index=self._index)
         if self._micro:
             logger.warning(
                 "the loader ended after %d of %d micro-batches: their gradients were left for the next step",
@@ -469,11 +473,11 @@ class Engine(Persistent):
         return self._update.step()
 
     def _begin_step(self) -> None:
-        emit("step_begin", index=self._index)
         if is_heard() and len(self._assembly.effects) > self._described:
             effects = [str(effect) for effect in self._assembly.effects]
             emit("configuration", configuration=self.config.to_dict(), effects=effects)
             self._described = len(effects)
+        emit("step_begin", index=self._index)
 
     def _close_step(self, samples: int | None, tokens: int | None) -> None:
         self._step_open = self._consumed = False

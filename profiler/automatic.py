@@ -30,6 +30,7 @@ from . import session as sessions
 from .batches import measure_batch
 from .finding import holds, loader_of, outermost_modules
 from .hooks import Hooks
+from .parts import Part
 from .phases import END, FORWARD
 from .session import Session
 
@@ -192,9 +193,18 @@ class AutomaticSession(Session):
         self._padding = 0
         self.begin_part()
 
+    def end_part(self, complete: bool | None) -> None:
+        """Also for an engine in the script, which says itself where its steps end."""
+        super().end_part(complete)
+        self.completed += bool(complete)
+
+    def turn_over(self, part: Part) -> None:
+        """A step that ended with the part before the open one."""
+        super().turn_over(part)
+        self.completed += 1
+
     def _end(self) -> None:
         self.end_part(True)
-        self.completed += 1
 
     def _give_up(self) -> None:
         self._fetched = {}

@@ -47,6 +47,7 @@ def compose(
     placed = [
         (0, _findings(analysis, text)),
         (10, _sections.where(analysis, text, limits) if timed else None),
+        (17, _applied(analysis, text)),
         (18, _not_bound(analysis, text)),
         (19, _sections.step_times(analysis, text, limits)),
         (30, _exchange.communication(analysis, text, limits)),
@@ -207,6 +208,15 @@ def _evidence_words(key: str, value: Any) -> str:
 
 
 # --- the rest ------------------------------------------------------------------------------------
+
+
+def _applied(analysis: Analysis, text: Mapping[str, str]) -> Section | None:
+    """What trine.optimize has changed, in its own words; the first rank's, for all are given the same."""
+    effects = next((e for rank in analysis.ranks if (e := rank.summary.metadata.get("effects"))), ())
+    if not isinstance(effects, Sequence) or isinstance(effects, str) or not effects:
+        return None
+    items = tuple(("·", clean(str(effect)), "") for effect in effects)
+    return Section("applied", text["applied"], (Items(items),))
 
 
 def _not_bound(analysis: Analysis, text: Mapping[str, str]) -> Section | None:

@@ -147,6 +147,7 @@ ENGLISH: Mapping[str, str] = {
     "inputs": "where each number comes from",
     "no_mfu": "MFU cannot be said: it needs model FLOPs, a step time and the device's peak.",
     # the rest
+    "applied": "Applied by trine.optimize",
     "not_bound": "Not bound by",
     "no_not_bound": "Nothing can be ruled out: the input holds too few steps, or lacks the signals.",
     "checklist": "The order of work",

@@ -11,6 +11,7 @@ import trine
 from trine.optim.techniques import refusals, techniques
 from trine.record import events
 from trine.record.errors import UsageError
+from trine.samples.gpt import loss_of
 
 torch = pytest.importorskip("torch")
 
@@ -185,8 +186,8 @@ def test_events_tell_each_step_and_phase() -> None:
         ("phase", "optimizer"),
     ]
     assert seen == [
-        ("step_begin", 0),
         ("configuration", None),
+        ("step_begin", 0),
         *one,
         ("step_end", 0),
         ("step_begin", 1),
@@ -196,6 +197,31 @@ def test_events_tell_each_step_and_phase() -> None:
         ("phase", "data"),
         ("step_cancel", 2),
     ]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_batch_that_nothing_trained_on_is_no_step(leaves: bool) -> None:
+    model = optim_cases.small_gpt()
+    engine = trine.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss_of)
+    seen: list[str] = []
+    stop = events.listen(lambda kind, values: seen.append(kind) if kind.startswith("step_") else None)
+    try:
+        for position, batch in enumerate(engine.steps(optim_cases.batches(4, 2))):
+            if position == 2:
+                if leaves:
+                    break
+                continue
+            engine.train_step(batch)
+    finally:
+        stop()
+    assert engine.step_index == (2 if leaves else 3)
+    assert seen[:6] == ["step_begin", "step_end"] * 2 + ["step_begin", "step_cancel"]
+
+
+def test_key_paths_are_a_configuration_too() -> None:
+    model = optim_cases.small_gpt()
+    engine = trine.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), {"accumulation.steps": 2})
+    assert engine.config.accumulation.steps == 2
 
 
 def test_the_end_of_a_step_says_what_it_held() -> None:
