@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from trine.optim.config import Config
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["Override", "current_override", "set_override"]
+__all__ = ["Override", "current_override", "engine_was_made", "note_engine", "set_override"]
 
 
 class Override(Protocol):
@@ -36,3 +36,17 @@ def set_override(override: Override | None) -> None:
     """Set it, or take it out with ``None``."""
     global _current
     _current = override
+
+
+_made = False
+
+
+def note_engine() -> None:
+    """An engine was made in this process."""
+    global _made
+    _made = True
+
+
+def engine_was_made() -> bool:
+    """Whether one was: a configuration from outside would be applied a second time."""
+    return _made

@@ -32,7 +32,7 @@ from trine.optim._inputs import (
     require_settings,
     weighed,
 )
-from trine.optim._override import current_override
+from trine.optim._override import current_override, note_engine
 from trine.optim._persistence import Persistent
 from trine.optim.batches import Divisible, Gathered, pieces_of, size_of, to_device, tokens_of
 from trine.optim.config import Config
@@ -111,6 +111,7 @@ def optimize(
     except BaseException:
         _close_all(assembly.closers)  # no thread, group or switch is left of a run that never began
         raise
+    note_engine()
     override = current_override()
     if override is not None:
         override.attach(assembly)

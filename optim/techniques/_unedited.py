@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from trine.optim._facts import facts_of
+from trine.optim._override import engine_was_made
 from trine.optim.config import Config
 from trine.optim.techniques import refusals
 from trine.optim.techniques._assembly import Assembly, Facts
@@ -154,6 +155,10 @@ def _patch_data_parallel(arguments: Mapping[str, Any]) -> None:
 
 def _prepare(config: Config, models: list[Any], optimizers: list[Any]) -> None:
     """Change what is there just before training. Raises ``UsageError`` where a technique forbids it."""
+    if engine_was_made():
+        raise UsageError(
+            "this script calls trine.optimize, which applies a configuration itself: give it there, and leave --config out"
+        )
     from trine.optim.techniques import attention, autocast, compilation, fused_regions
 
     if not models or not optimizers:
