@@ -94,7 +94,7 @@ def test_a_failed_step_leaves_no_trace(where: str) -> None:
             engine.train_step(cases.samples(8))
     finally:
         stop()
-    assert kinds[0] == "step_begin" and kinds[-1] == "step_cancel"
+    assert "step_begin" in kinds and kinds[-1] == "step_cancel"
     assert all(p.grad is None for p in model.parameters())
     engine.train_step(cases.samples(8))
     cases.plain_step(plain, cases.samples(8))
