@@ -430,3 +430,41 @@ def test_liger_against_eager(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(inputs, kept, strict=True)), (
             f"{name} wrote to its inputs"
         )
+
+
+def test_micro_batches_are_picked_by_the_allocators_memory() -> None:
+    """The same losses in less memory, and what was picked keeps to the limit."""
+    whole, engine = train({}, size=32)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    engine.train_step(batches(1, 32, 256, 256)[0])
+    needed = torch.cuda.max_memory_allocated()
+    engine.close()
+    del engine
+    torch.cuda.empty_cache()
+    limit = needed // 2
+    picked, engine = train({"accumulation.micro_batch": "auto", "offload.device_bytes": limit}, size=32)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    engine.train_step(batches(1, 32, 256, 256)[0])
+    assert torch.cuda.max_memory_allocated() <= 1.05 * limit
+    assert engine._assembly.fitting.pieces > 1
+    assert apart(picked, whole) < 1e-3
+
+
+def test_running_out_of_memory_runs_the_step_again() -> None:
+    """Sequences that grow after measuring: the allocator's own error, under a cap on what this process may take."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, hidden=256, heads=4, sequence=1024)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = trine.optimize(model, optimizer, {"accumulation": {"micro_batch": "auto"}}, loss_fn=loss_of)
+    engine.train_step(batches(1, 32, 64, 256)[0])
+    fitting: Any = engine._assembly.fitting
+    assert fitting.size == 32
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**30) / total)
+    try:
+        assert float(engine.train_step(batches(1, 32, 1024, 256)[0])) > 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert fitting.out_of_memory >= 1 and fitting.size < 32
