@@ -110,6 +110,7 @@ def test_a_loop_without_an_engine_and_the_key_at_fault(tmp_path: Path) -> None:
     assert code == 0, found
 
 
+@pytest.mark.slow
 def test_a_script_that_breaks_says_its_own_error() -> None:
     ended = verify("-n", "4", str(SCRIPT), "crash")
     assert (ended.returncode, ended.stdout) == (2, "")

@@ -477,6 +477,7 @@ def test_measuring_leaves_replicas_alike(on_two: list[dict[str, Any]]) -> None:
     assert a == b
 
 
+@pytest.mark.slow
 def test_a_failed_step_leaves_the_engine_usable_or_it_says_that_it_is_not() -> None:
     import optim_cases
 

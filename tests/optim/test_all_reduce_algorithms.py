@@ -359,7 +359,8 @@ def test_a_straggling_rank_changes_nothing(four_ranks: Any, algorithm: str) -> N
     assert all(rank == punctual[0] for rank in punctual)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", pytest.param("tree", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
 def test_a_rank_that_dies_inside_the_exchange_ends_the_others_with_an_error(algorithm: str) -> None:
     """The healthy control trains; with a dead rank every other one says so, by the group's timeout at the latest."""
     found = all_reduce_cases.failing(algorithm, 3, "dies", timeout_s=6)

@@ -16,7 +16,7 @@ from trine.optim.runtime.links import Link
 from trine.record.errors import UsageError
 
 
-@pytest.fixture(params=["two_ranks", "four_ranks"])
+@pytest.fixture(params=["two_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)])
 def pool(request: pytest.FixtureRequest) -> tuple[RankPool, int]:
     return request.getfixturevalue(request.param), {"two_ranks": 2, "four_ranks": 4}[request.param]
 
@@ -142,6 +142,7 @@ def test_state_comes_back_from_a_checkpoint(two_ranks: RankPool) -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_our_exchange_of_shards_scales_as_fsdp2_does(changes: dict[str, Any], four_ranks: RankPool) -> None:
     for own, ours in four_ranks.run("compression_cases:sharded_exactly", 4, changes):
         assert ours == pytest.approx(own, rel=1e-12)

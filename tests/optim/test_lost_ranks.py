@@ -50,6 +50,7 @@ def _last_line(text: str) -> str:
     return [line for line in text.strip().splitlines() if "TrainingError" in line][-1]
 
 
+@pytest.mark.slow
 def test_a_healthy_pair_ends_well(tmp_path: Path) -> None:
     for code, out, err, _ in _run(tmp_path, "sound", 2, {}):
         assert code == 0 and "trained 8 steps" in out, err
@@ -65,6 +66,7 @@ def test_a_healthy_pair_ends_well(tmp_path: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
     (code, _, err, seconds), (killed, _, _, _) = _run(tmp_path, "killed", 2, changes)
     assert killed == -9, err
