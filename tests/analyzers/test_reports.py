@@ -295,7 +295,7 @@ def test_a_change_that_our_runtime_does_not_apply_is_said() -> None:
     from trine.analyzers.contract import to_json
     from trine.analyzers.results import Finding, Recommendation
 
-    change = {"zero.stage": 2, "precision.dtype": "bf16"}
+    change = {"offload.optimizer": "cpu", "precision.dtype": "bf16"}
     finding = Finding("x", "opportunity", "A title", {}, Recommendation(change, "Why.", "unchanged", None))
     foreign = replace(build(), findings=(finding,))
     own = replace(
@@ -306,12 +306,12 @@ def test_a_change_that_our_runtime_does_not_apply_is_said() -> None:
     )
     for render in (text.render, markdown.render, html.render):
         said = re.sub(r"\s+", " ", render(foreign)).replace("&#x27;", "'")
-        assert "Trine's own runtime does not apply zero.stage yet" in said
+        assert "Trine's own runtime does not apply offload.optimizer yet" in said
         assert "does not apply" not in render(own)
     written = [
         to_json(one)["findings"][0]["recommendation"]["not_applied_by_runtime"] for one in (foreign, own)
     ]
-    assert written == [["zero.stage"], []]
+    assert written == [["offload.optimizer"], []]
 
 
 def test_a_section_that_fails_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:

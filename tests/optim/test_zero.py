@@ -124,9 +124,7 @@ def test_every_rank_starts_as_rank_0(two_ranks: RankPool) -> None:
 
 
 def test_ranks_with_different_models_are_told(two_ranks: RankPool) -> None:
-    assert all(
-        "rank 1 has another model than rank 0" in said for said in two_ranks.run("zero_cases:other_models")
-    )
+    assert all("differs between ranks" in said for said in two_ranks.run("zero_cases:other_models"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
