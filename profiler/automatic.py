@@ -27,10 +27,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from trine.record.errors import TrineError
 
 from . import session as sessions
+from .background import Part
 from .batches import measure_batch
 from .finding import holds, loader_of, outermost_modules
 from .hooks import Hooks
-from .parts import Part
 from .phases import END, FORWARD
 from .session import Session
 
