@@ -151,6 +151,20 @@ def overhead(rank: int, ranks: int, seconds: float) -> list[float]:
     return _ratios(times.seconds, "engine", "hand")
 
 
+def products() -> tuple[float, float]:
+    """GFLOP/s of one core in fp32 and in bf16, on products of 1024 by 1024: what low precision can gain on this processor."""
+    import torch
+
+    from trine.optim.trials import time_piece
+
+    torch.set_num_threads(1)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(1024, 1024).to(dtype) for _ in range(2))
+        found.append(2 * 1024**3 / median(time_piece(lambda a=a, b=b: a @ b)) / 1e9)  # type: ignore[misc]
+    return found[0], found[1]
+
+
 def _ratios(seconds: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
     return [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
 
@@ -221,6 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=420, metavar="S", help="of measuring (default: 420)")
     arguments = parser.parse_args(argv)
     found = run(2, arguments.seconds)
+    full, low = products()
+    print(f"a core's products of 1024 x 1024: {full:.0f} GFLOP/s in fp32, {low:.0f} in bf16")
     print("two CPU ranks, one thread each; times: median over rounds (quartiles)")
     _show("against fp32, attention by hand, padded documents, default optimizer:", found["documents"])
     _show("against fp32 with fused attention and no padding:", found["windows"])
