@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from trine.analyzers.gate import CheckResult, Outcome
-from trine.analyzers.reports.comparison import (
-    comparison_to_dict,
-    headline,
-    value_text,
-)
+from trine.analyzers.reports.comparison import headline, value_text
 from trine.analyzers.reports.comparison import render_markdown as comparison_markdown
 from trine.analyzers.reports.comparison import render_text as comparison_text
+from trine.analyzers.reports.comparison_json import comparison_to_dict
 
 __all__ = [
     "github_annotations",
