@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from trine.optim.config import Config
+from trine.optim.layout import layout_of
 from trine.optim.techniques._assembly import Facts
 from trine.optim.topology import topology_of
 from trine.record.errors import UsageError
@@ -17,16 +19,16 @@ __all__ = ["facts_of", "require_trainable"]
 logger = logging.getLogger("trine")
 
 
-def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Facts:
-    """Raises ``UsageError`` for a launcher's environment that contradicts itself."""
+def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config | None = None) -> Facts:
+    """Raises ``UsageError`` for a launcher's environment that contradicts itself, and for degrees that do not fit."""
     from torch import distributed
 
     grouped = distributed.is_available() and distributed.is_initialized()
+    rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if grouped else (0, 1)
     return Facts(
         device=next(iter(model.parameters())).device,
-        topology=topology_of(
-            distributed.get_rank() if grouped else 0, distributed.get_world_size() if grouped else 1
-        ),
+        topology=topology_of(rank, ranks),
+        layout=layout_of(config or Config(), rank, ranks),
         backend=distributed.get_backend() if grouped else None,
         model=model,
         optimizer=optimizer,

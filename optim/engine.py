@@ -129,7 +129,7 @@ def _checked(model: Any, optimizer: Any, given: Any) -> tuple[Config, Facts]:
         config = override.configuration(config)
     require_applicable(config)
     require_trainable(model, optimizer)
-    facts = facts_of(model, optimizer)
+    facts = facts_of(model, optimizer, config)
     for technique in techniques():
         technique.check(config, facts)
     return config, facts

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trine.optim.layout import Layout
 from trine.optim.topology import Topology
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from trine.optim.runtime.exchange import Reduction
     from trine.optim.runtime.exchange.thread import CommunicationThread
 
-__all__ = ["Assembly", "Deferred", "Effect", "Facts", "Fitting", "Scaler", "Stateful"]
+__all__ = ["Assembly", "Deferred", "Effect", "Facts", "Fitting", "Pipelined", "Scaler", "Stateful"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Facts:
 
     device: torch.device
     topology: Topology
+    layout: Layout  # what the configuration makes of the ranks
     backend: str | None  # of the default process group; None without one
     model: torch.nn.Module  # as it was given
     optimizer: torch.optim.Optimizer
@@ -98,6 +100,23 @@ class Fitting(Protocol):
         """
 
 
+class Pipelined(Protocol):
+    """Runs forward and backward of a step's micro-batches over the stages of a pipeline."""
+
+    #: The rank, of all, that computes the loss.
+    last_rank: int
+
+    def run(self, pieces: list[Any], losses: Callable[[Any, Any, int], torch.Tensor]) -> None:
+        """All micro-batches, forward and backward; gradients are left where they belong.
+
+        ``losses(model, piece, position)`` calls the program's loss function with ``model`` in the place of the whole one,
+        and returns the 0-dimensional tensor to call backward on.
+        """
+
+    def evaluate(self, pieces: list[Any], losses: Callable[[Any, Any, int], torch.Tensor]) -> None:
+        """Forward alone, without gradients."""
+
+
 class Deferred(Protocol):
     """Averages gradients in the background and gives them back one step later."""
 
@@ -130,6 +149,8 @@ class Assembly:
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     #: Entered around every forward, the loss included.
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    #: Entered around every backward.
+    backward_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     #: Applied to the loader by ``engine.steps``, in order.
     loaders: list[Callable[[Iterable[Any]], Iterable[Any]]] = field(default_factory=list)
     #: Micro-batches of a step, for loops with a body of their own.
@@ -142,6 +163,16 @@ class Assembly:
     admit: Callable[[Any], None] | None = None
     #: Runs each step of ``train_step``, in place of one pass over ``cut``'s micro-batches.
     fitting: Fitting | None = None
+    #: Runs forward and backward over the stages of a pipeline, in place of the engine's own loop over micro-batches.
+    pipeline: Pipelined | None = None
+    #: The modules that data parallelism wraps, one a local stage of a pipeline; empty: the model.
+    parts: list[torch.nn.Module] = field(default_factory=list)
+    #: Names of parameters that stand on another rank too and are counted there, as a head tied to an embedding.
+    duplicates: set[str] = field(default_factory=set)
+    #: Modules whose parameters are spread over a dimension of data parallelism: they average over the others alone.
+    spread: dict[torch.nn.Module, str] = field(default_factory=dict)
+    #: Whether all ranks were given the parameters of rank 0.
+    started_alike: bool = False
     #: After ``collect``: swaps this step's gradients for those of the step before.
     deferred: Deferred | None = None
     #: Takes whether the next backward synchronises gradients.
@@ -174,3 +205,8 @@ class Assembly:
     #: Stop threads, remove files; called by ``engine.close`` and when the process ends.
     closers: list[Callable[[], None]] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
+
+    @property
+    def stages(self) -> list[torch.nn.Module]:
+        """The modules that data parallelism wraps: the model, or with a pipeline one module a local stage."""
+        return self.parts or [self.model]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
+from trine.optim.layout import degrees, fitting
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
@@ -73,38 +74,6 @@ def bytes_per_parameter(
     )
 
 
-def degrees(config: Config, ranks: int) -> tuple[int, int]:
-    """(replicas, shards) with replicas × shards = ``ranks``, from ``parallel.data`` and ``parallel.shard``.
-
-    ``parallel.shard = "auto"`` counts as all ranks here. Raises ``UsageError`` with both names where they do not fit.
-    """
-    data, shard = config.parallel.data, config.parallel.shard
-    if isinstance(shard, int):
-        replicas = ranks // shard if data == "auto" else data
-        if replicas * shard != ranks:
-            raise UsageError(
-                f"parallel.data = {_spelled(data)} × parallel.shard = {shard} must make the {ranks} ranks: "
-                f"{_fit(ranks)}"
-            )
-        return replicas, shard
-    if data == "auto":
-        return 1, ranks
-    if ranks % data:
-        raise UsageError(
-            f"parallel.data = {data} does not divide the {ranks} ranks that parallel.shard is a part of"
-        )
-    return data, ranks // data
-
-
-def _spelled(data: int | str) -> str:
-    return '"auto"' if data == "auto" else str(data)
-
-
-def _fit(ranks: int) -> str:
-    fitting = [f"{ranks // n} × {n}" for n in range(2, ranks + 1) if ranks % n == 0]
-    return f"use one of {', '.join(fitting)}"
-
-
 def tolerance(config: Config) -> Tolerance | None:
     """Shards are summed in another order, and divided after the sum instead of before it."""
     return Tolerance(1e-6, 1e-5) if config.zero.stage else None
@@ -125,7 +94,7 @@ def check(config: Config, facts: Facts) -> None:
     if shards == 1:
         raise UsageError(
             f"parallel.data = {config.parallel.data} and parallel.shard = {config.parallel.shard or 1} leave one rank "
-            f"to shard over, and zero.stage = {stage} needs two or more: {_fit(facts.ranks)}"
+            f"to shard over, and zero.stage = {stage} needs two or more: {fitting(facts.ranks)}"
         )
     _check_resharding(config, shards)
     _check_other_keys(config)
