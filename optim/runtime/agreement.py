@@ -25,7 +25,8 @@ class Agreement:
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._ranks = ranks
         # Counts beyond 2^24 are not whole in float32; Apple's devices have nothing wider.
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        #: Of the sums.
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64
         self._device = device
         self._pending: dict[str, float | torch.Tensor] = {}
         #: All-reduces that were made since the start.
@@ -55,10 +56,10 @@ class Agreement:
         """(names,): plain numbers go to the device in one copy, tensors that are there already stay."""
         vector = torch.tensor(
             [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values],
-            dtype=self._dtype,
+            dtype=self.dtype,
             device=self._device,
         )
         for place, value in enumerate(values):
             if isinstance(value, torch.Tensor):
-                vector[place] = value.detach().to(self._device, self._dtype).reshape(())
+                vector[place] = value.detach().to(self._device, self.dtype).reshape(())
         return vector

@@ -7,7 +7,7 @@ Other optimizers keep DTensors, whose operators mean the whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -92,27 +92,63 @@ def _placed_state(value: Any, plain: torch.Tensor, held: DTensor, earlier: Any) 
     return placed(value, held) if moment else value
 
 
-def clip_gradients(parameters: Sequence[torch.Tensor], most: float) -> None:
+def clip_gradients(
+    parameters: Sequence[torch.Tensor],
+    most: float,
+    stages: distributed.ProcessGroup | None = None,
+    elsewhere: Collection[int] = (),
+) -> None:
     """As ``torch.nn.utils.clip_grad_norm_`` in the 2-norm, over shards: the norm is the whole gradient's.
 
-    One all-reduce of one number over the shard group. Gradients are all DTensors of one mesh, or all plain.
+    Gradients may be DTensors of several meshes, and plain. Each kind of sharding costs one all-reduce of one number for
+    each dimension that it is sharded over, and the ``stages`` of a pipeline one more. ``elsewhere``: ids of parameters
+    that another stage counts.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    sharded = [g for g in gradients if isinstance(g, DTensor)]
-    if len(sharded) < len(gradients) or not sharded:
-        torch.nn.utils.clip_grad_norm_(parameters, most)
+    with_gradients = [p for p in parameters if p.grad is not None]
+    if not with_gradients and stages is None:
         return
-    mesh = sharded[0].device_mesh
-    everywhere = [g._local_tensor for g in sharded if isinstance(g.placements[-1], Replicate)]
-    parts = [g._local_tensor for g in sharded if not isinstance(g.placements[-1], Replicate)]
-    square = _norm(parts, sharded[0]).square()
-    distributed.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
-    total = (square + _norm(everywhere, sharded[0]).square()).sqrt()
+    like = _local(with_gradients[0].grad) if with_gradients else torch.zeros(())
+    total: torch.Tensor | None = None
+    by_sharding: dict[tuple[str, ...], tuple[list[Any], list[torch.Tensor]]] = {}
+    for parameter in with_gradients:
+        groups = _sharded_over(parameter.grad)
+        names = tuple(group.group_name for group in groups)
+        _, held = by_sharding.setdefault(names, (groups, []))
+        if id(parameter) not in elsewhere:
+            held.append(_local(parameter.grad))
+    for names in sorted(by_sharding):  # the same order on all ranks, whatever each holds
+        groups, held = by_sharding[names]
+        square = _square(held, like)
+        for group in groups:
+            distributed.all_reduce(square, group=group)
+        total = square if total is None else total + square
+    if total is None:
+        total = torch.zeros((), dtype=like.dtype, device=like.device)
+    if stages is not None:
+        distributed.all_reduce(total, group=stages)
     # PyTorch's clip_grads_with_norm_: no branch on the value, which would wait for a device.
-    torch._foreach_mul_([g._local_tensor for g in sharded], torch.clamp(most / (total + 1e-6), max=1.0))
+    factor = torch.clamp(most / (total.sqrt() + 1e-6), max=1.0)
+    for dtype in {_local(p.grad).dtype for p in with_gradients}:
+        same = [_local(p.grad) for p in with_gradients if _local(p.grad).dtype == dtype]
+        torch._foreach_mul_(same, factor.to(dtype))
 
 
-def _norm(tensors: list[torch.Tensor], like: DTensor) -> torch.Tensor:
+def _local(gradient: Any) -> torch.Tensor:
+    local: torch.Tensor = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return local
+
+
+def _sharded_over(gradient: Any) -> list[Any]:
+    """The groups over which the gradient's parts lie."""
+    if not isinstance(gradient, DTensor):
+        return []
+    mesh = gradient.device_mesh
+    return [
+        mesh.get_group(at) for at, each in enumerate(gradient.placements) if not isinstance(each, Replicate)
+    ]
+
+
+def _square(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     if not tensors:
-        return torch.zeros((), dtype=like.dtype, device=like._local_tensor.device)
-    return torch.nn.utils.get_total_norm(tensors)
+        return torch.zeros((), dtype=like.dtype, device=like.device)
+    return torch.nn.utils.get_total_norm(tensors).square().to(like.dtype)

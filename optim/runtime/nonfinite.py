@@ -63,8 +63,10 @@ class Watch:
     @property
     def sharded(self) -> bool:
         """Whether ranks hold different gradients, so that what one finds the others do not."""
-        return self._assembly.facts.ranks > 1 and any(
-            hasattr(parameter, "to_local") for parameter in self._assembly.parameters.values()
+        facts = self._assembly.facts
+        return facts.layout.is_hybrid or (
+            facts.ranks > 1
+            and any(hasattr(parameter, "to_local") for parameter in self._assembly.parameters.values())
         )
 
     @property

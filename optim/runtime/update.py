@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from trine.optim._inputs import require_gradient
+from trine.optim.layout import DIMENSIONS
 from trine.optim.runtime.agreement import Agreement
 from trine.optim.runtime.nonfinite import (
     Policy,
@@ -51,6 +53,9 @@ class Update:
         self._weight: float | torch.Tensor = 0.0  # of the gradients summed so far, in units
         self._summed: float | torch.Tensor = 0.0  # weight × loss, of what counted
         self._counted = False
+        self._told: tuple[bool, torch.dtype] | None = (
+            None  # by the last stage: tokens counted, dtype of losses
+        )
         self._loss: torch.Tensor | None = None
         self._dtype = torch.float32  # of the losses
         #: Optimizer steps that were tried since the start.
@@ -68,33 +73,47 @@ class Update:
 
     def backward(self, loss: torch.Tensor, weight: Any, counted: bool) -> None:
         """Add ``weight`` × the gradient of ``loss``. ``counted``: weights are tokens, and ranks may differ in them."""
-        if counted != self._counted and (self._counted or isinstance(self._summed, torch.Tensor)):
-            raise UsageError(
-                "a loss came with a token count, and another of the same step without: their means cannot be weighed against "
-                "each other, so give counts for all or for none"
-            )
-        self._counted = counted
-        self._dtype = loss.dtype
-        if counted:
-            weight = weight / self._unit_of(weight, agree=True)
-            if counts_nothing(weight):
-                self._backward_of_nothing(loss)
+        weight = self._in_units(loss, weight, counted)
+        if counted and counts_nothing(weight):
+            self._backward_of_nothing(loss)
+            return
+        scaled, nothing = self._scaled(loss, weight, counted)
+        require_gradient(loss)
+        with self._contexts():
+            if nothing is None:
+                scaled.backward()  # type: ignore[no-untyped-call]
                 return
-        else:  # samples: each rank divides by its own sum
-            weight = weight / self._unit_of(weight, agree=False)
-        self._watch.saw(loss)
-        nothing: torch.Tensor | None = None
-        if counted and unread(weight):  # zero must weigh nothing, also times the NaN of 0/0
-            nothing = weight == 0
-            sound = is_zero_of_nothing(loss)
-            loss = torch.where(nothing, torch.zeros_like(loss), loss)
-            nothing = None if sound else nothing
-        self._run_backward(loss, weight, nothing)
-        self._weight = self._weight + weight
-        part = loss.detach()
-        if not (isinstance(weight, float) and weight == 1.0):
-            part = part * weight
-        self._summed = self._summed + part if isinstance(self._summed, torch.Tensor) else part
+            with zero_gradients(self._assembly.model, loss, nothing):
+                scaled.backward()  # type: ignore[no-untyped-call]
+
+    def weigh(self, loss: torch.Tensor, weight: Any, counted: bool) -> torch.Tensor:
+        """Count ``loss`` in, and return what a pipeline's schedule is to call backward on, a tensor without dimensions."""
+        weight = self._in_units(loss, weight, counted)
+        if counted and counts_nothing(
+            weight
+        ):  # the mean of nothing is NaN, which nought would not make nought
+            loss = loss.nan_to_num(0.0)
+        return self._scaled(loss, weight, counted)[0]
+
+    def share(self, source: int, group: distributed.ProcessGroup) -> None:
+        """Give loss and weights of rank ``source``, which alone computed them, to all ranks of a pipeline.
+
+        The device is waited for in the first step alone, to learn whether tokens are counted.
+        """
+        vector = torch.zeros(4, dtype=self._agreement.dtype, device=self._assembly.facts.device)
+        own = distributed.get_rank() == source
+        if own:
+            for place, value in enumerate((self._summed, self._weight, self._counted, self._dtype.itemsize)):
+                vector[place] = value
+        distributed.broadcast(vector, source, group=group)
+        if own:
+            return
+        if self._told is None:
+            counted, size = vector[2:].tolist()
+            self._told = (bool(counted), torch.float64 if size == 8 else torch.float32)
+        self._counted, self._dtype = self._told
+        self._summed = vector[0].to(self._dtype)
+        self._weight = float(vector[1]) if vector.device.type == "cpu" else vector[1]
 
     def step(self) -> bool:
         """Normalise, unscale, clip, step; false where the update was skipped. Gradients are gone afterwards.
@@ -184,37 +203,74 @@ class Update:
         for inspect in assembly.inspect:
             inspect()
         if self._clip_norm is not None:
-            parameters = [p for group in assembly.optimizer.param_groups for p in group["params"]]
-            if assembly.config.zero.stage == 0:
-                torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
-            else:
-                from trine.optim.runtime.local_steps import clip_gradients
-
-                clip_gradients(parameters, self._clip_norm)
+            self._clip(self._clip_norm)
         assembly.optimizer.step()
         return True
+
+    def _clip(self, most: float) -> None:
+        assembly = self._assembly
+        parameters = [p for group in assembly.optimizer.param_groups for p in group["params"]]
+        layout = assembly.facts.layout
+        if assembly.config.zero.stage == 0 and not layout.is_hybrid:
+            torch.nn.utils.clip_grad_norm_(parameters, most)
+            return
+        from trine.optim.runtime.local_steps import clip_gradients
+        from trine.optim.runtime.meshes import group_of
+
+        elsewhere = {id(assembly.parameters[name]) for name in assembly.duplicates}
+        stages = group_of(assembly.facts, "pipeline") if layout.pipeline > 1 else None
+        clip_gradients(parameters, most, stages, elsewhere)
 
     def _gradients(self) -> list[torch.Tensor]:
         groups = self._assembly.optimizer.param_groups
         return [p.grad for group in groups for p in group["params"] if p.grad is not None]
 
-    def _run_backward(self, loss: torch.Tensor, weight: Any, nothing: torch.Tensor | None) -> None:
-        require_gradient(loss)
+    def _in_units(self, loss: torch.Tensor, weight: Any, counted: bool) -> Any:
+        """The weight in units of a step's; ranks weigh alike, by tokens or by samples."""
+        if counted != self._counted and (self._counted or isinstance(self._summed, torch.Tensor)):
+            raise UsageError(
+                "a loss came with a token count, and another of the same step without: their means cannot be weighed against "
+                "each other, so give counts for all or for none"
+            )
+        self._counted = counted
+        self._dtype = loss.dtype
+        # Of samples each rank divides by its own sum.
+        return weight / self._unit_of(weight, agree=counted)
+
+    def _scaled(
+        self, loss: torch.Tensor, weight: Any, counted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Count the loss in; what to call backward on, and whether it weighs nothing where only the device knows."""
+        self._watch.saw(loss)
+        nothing: torch.Tensor | None = None
+        if counted and unread(weight):  # zero must weigh nothing, also times the NaN of 0/0
+            nothing = weight == 0
+            sound = is_zero_of_nothing(loss)
+            loss = torch.where(nothing, torch.zeros_like(loss), loss)
+            nothing = None if sound else nothing
         scaler = self._assembly.scaler
         scaled = loss if scaler is None else scaler.scale(loss)
+        part = loss.detach()
         if not (isinstance(weight, float) and weight == 1.0):
-            scaled = scaled * weight
-        if nothing is None:
-            scaled.backward()  # type: ignore[no-untyped-call]
-            return
-        with zero_gradients(self._assembly.model, loss, nothing):
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scaled, part = scaled * weight, part * weight
+        self._weight = self._weight + weight
+        self._summed = self._summed + part if isinstance(self._summed, torch.Tensor) else part
+        return scaled, nothing
+
+    def _contexts(self) -> AbstractContextManager[Any]:
+        contexts = self._assembly.backward_contexts
+        if not contexts:
+            return nullcontext()
+        stack = ExitStack()
+        for context in contexts:
+            stack.enter_context(context())
+        return stack
 
     def _backward_of_nothing(self, loss: torch.Tensor) -> None:
         """No token was valid: nothing is added, but other ranks wait for this one's part in their exchange."""
         if self._assembly.facts.ranks > 1:
             require_gradient(loss)
-            with zero_gradients(self._assembly.model, loss):
+            with self._contexts(), zero_gradients(self._assembly.model, loss):
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def _unit_of(self, weight: Any, agree: bool) -> float:
@@ -226,10 +282,18 @@ class Update:
             facts = self._assembly.facts
             first = torch.as_tensor(float(weight), dtype=torch.float64, device=facts.device)
             if agree and facts.ranks > 1:
-                distributed.all_reduce(first, op=distributed.ReduceOp.MAX)
+                group = None if self._assembly.pipeline is None else self._of_losses()
+                if self._assembly.pipeline is None or group is not None:
+                    distributed.all_reduce(first, op=distributed.ReduceOp.MAX, group=group)
             step = max(float(first), 1.0) * self._assembly.accumulation
             self._units[agree] = 2.0 ** round(math.log2(step))
         return self._units[agree]
+
+    def _of_losses(self) -> distributed.ProcessGroup | None:
+        """The ranks that compute losses beside this one: the same stage of the other pipelines."""
+        from trine.optim.runtime.meshes import group_of
+
+        return group_of(self._assembly.facts, *(name for name in DIMENSIONS if name != "pipeline"))
 
     # --- what ranks agree on -------------------------------------------------------------------
 
