@@ -23,7 +23,7 @@ from trine.optim.runtime import regions
 from trine.optim.runtime.documents import Documents
 from trine.optim.runtime.packed_attention import Visible, attend, visible_of
 
-__all__ = ["GPT", "Attention", "Block", "GPTConfig", "loss_of"]
+__all__ = ["GPT", "Attention", "Block", "GPTConfig", "loss_of", "norm_of"]
 
 ATTENTIONS = ("manual", "sdpa")
 #: Of packed rows alone.
@@ -126,9 +126,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.fused: frozenset[str] = frozenset()
-        self.norm1 = _norm(config)
+        self.norm1 = norm_of(config)
         self.attention = Attention(config)
-        self.norm2 = _norm(config)
+        self.norm2 = norm_of(config)
         self.gated = config.mlp == "swiglu"
         self.fusable = {
             "bias_dropout_residual": "bias_dropout_residual",
@@ -170,7 +170,8 @@ class Block(nn.Module):
         return result
 
 
-def _norm(config: GPTConfig) -> nn.Module:
+def norm_of(config: GPTConfig) -> nn.Module:
+    """The kind of normalisation that the configuration names."""
     return nn.RMSNorm(config.hidden, eps=1e-6) if config.norm == "rms" else nn.LayerNorm(config.hidden)
 
 
@@ -178,6 +179,8 @@ class GPT(nn.Module):
     """Token ids (batch, sequence) to logits (batch, sequence, vocab), or with targets to their loss."""
 
     fusable: ClassVar[dict[str, str]] = {"cross_entropy": "linear_cross_entropy"}
+    #: What a layer is made by, from the configuration.
+    layer: ClassVar[Any] = Block
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -187,8 +190,8 @@ class GPT(nn.Module):
         if config.positions == "learned":
             self.positions = nn.Embedding(config.sequence, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = _norm(config)
+        self.blocks = nn.ModuleList(self.layer(config) for _ in range(config.layers))
+        self.norm = norm_of(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.head.weight = self.tokens.weight
         self.apply(self._initialise)
