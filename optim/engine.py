@@ -96,12 +96,13 @@ def optimize(
         require_own_steps(optimizer)
         given |= config.changes() | _settings(model, facts, loss_fn, clip_norm, scheduler, nonfinite)
         given.pop("offload.path", None)  # a disk of each rank's own
-    from trine.optim.runtime.adoption import named_parameters
+    from trine.optim.runtime.adoption import first_names, named_parameters
     from trine.optim.runtime.saved_tensors import count_when_heard
 
     assembly = Assembly(
         model, optimizer, config, facts, named_parameters(model), whole_steps=loss_fn is not None
     )
+    assembly.first_names = first_names(model)
     try:
         for technique in techniques():
             technique.apply(assembly)

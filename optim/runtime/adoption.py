@@ -14,7 +14,7 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["named_parameters", "plain_name", "replace_parameters", "retire", "unwrapped"]
+__all__ = ["first_names", "named_parameters", "plain_name", "replace_parameters", "retire", "unwrapped"]
 
 #: Parts of a name that wrappers put in, wherever they stand. DDP's ``module`` stands first alone.
 _INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -23,6 +23,20 @@ _INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Name → trained parameter, without the prefixes of wrappers; tied parameters stand once, under their first name."""
     return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer → the first name of the same tensor, both without the prefixes of wrappers."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in tensors:
+        plain = plain_name(name)
+        found[plain] = first.setdefault(id(tensor), plain)
+    return found
 
 
 def plain_name(name: str) -> str:

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from trine.optim.runtime.exchange import Reduction
     from trine.optim.runtime.exchange.thread import CommunicationThread
 
-__all__ = ["Assembly", "Deferred", "Effect", "Facts", "Fitting", "Pipelined", "Scaler", "Stateful"]
+__all__ = [
+    "Assembly",
+    "Deferred",
+    "Effect",
+    "Facts",
+    "Fitting",
+    "Pipelined",
+    "Reordered",
+    "Scaler",
+    "Stateful",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,19 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back, on the same rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reordered:
+    """A parameter that stands in another order than in the model that was given, as a fused qkv projection whose heads are
+    spread over tensor ranks. Checkpoints hold it, and its optimizer state, in the order that was given.
+
+    ``blocks`` are (first row here, first row there, rows), along ``dimension``, in the coordinates of whole tensors: of the
+    DTensor's global shape, however it is sharded beside that. Together they are all rows, once.
+    """
+
+    dimension: int
+    blocks: tuple[tuple[int, int, int], ...]
 
 
 class Scaler(Stateful, Protocol):
@@ -147,6 +170,11 @@ class Assembly:
     #: Name, as in the model that was given → the parameter that the optimizer holds for it (a shard, a master copy, or
     #: itself). :func:`trine.optim.runtime.adoption.replace_parameters` keeps it.
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    #: Name → the order that the model which was given has it in, where that is another.
+    reordered: dict[str, Reordered] = field(default_factory=dict)
+    #: Every name in the model that was given, of parameters and buffers → the first name of the same tensor: tied ones
+    #: have several, and a part of the model may know only the others.
+    first_names: dict[str, str] = field(default_factory=dict)
     #: Entered around every forward, the loss included.
     contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     #: Entered around every backward.
@@ -198,7 +226,9 @@ class Assembly:
     communication: CommunicationThread | None = None
     #: Run once, when every technique has been applied.
     finish: list[Callable[[Assembly], None]] = field(default_factory=list)
-    #: Name → state that a checkpoint must hold.
+    #: Name → state that a checkpoint must hold. Where it is a rank's own and another number of ranks goes on, one that
+    #: has ``load_resharded(states, ranks)`` is given the states of all ranks that saved (see
+    #: :mod:`trine.optim.runtime.checkpoints.resharding`); others start anew, and that is said.
     state: dict[str, Stateful] = field(default_factory=dict)
     #: Name → its value in the step that ends; read at the end of each step, told as ``metric`` events.
     metrics: dict[str, Callable[[], float | None]] = field(default_factory=dict)
