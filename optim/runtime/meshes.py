@@ -16,7 +16,7 @@ from trine.optim.layout import DIMENSIONS
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Facts
 
-__all__ = ["data_mesh", "flat_mesh", "group_of", "world_mesh"]
+__all__ = ["alone_mesh", "data_mesh", "flat_mesh", "group_of", "world_mesh"]
 
 _made: dict[tuple[Any, ...], tuple[Any, DeviceMesh]] = {}
 
@@ -75,6 +75,18 @@ def data_mesh(facts: Facts, sharded: bool, without: str | None = None) -> Device
         return shards if shards is not None else flat_mesh(facts, "replicate")
     names = cast("tuple[str, ...]", shards.mesh_dim_names)
     return world_mesh(facts)["replicate", names[0]]
+
+
+def alone_mesh(facts: Facts) -> DeviceMesh:
+    """Of this rank alone, for what wants a mesh where there is nobody to share with. Collective when made first."""
+    world = world_mesh(facts)
+    key = (id(world), "alone")
+    if key not in _made:
+        ranks = facts.layout.ranks
+        groups = [distributed.new_group([rank]) for rank in range(ranks)]
+        own = groups[facts.rank]
+        _made[key] = (groups, DeviceMesh.from_group(own, facts.device_type, mesh_dim_names=("alone",)))
+    return _made[key][1]
 
 
 def _wide(facts: Facts, dimensions: tuple[str, ...]) -> tuple[str, ...]:

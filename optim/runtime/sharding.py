@@ -11,7 +11,7 @@ Shards are DTensors: their norm is that of the whole, and ``full_tensor()`` give
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,9 +22,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from trine.optim.runtime.adoption import replace_parameters, retire
+from trine.optim.runtime.adoption import replace_parameters, retire, unwrapped
 from trine.optim.runtime.gathering import Gathering
 from trine.optim.runtime.local_steps import placed, step_on_shards
+from trine.optim.runtime.meshes import alone_mesh, data_mesh, group_of
 from trine.optim.runtime.shard_units import odd_dtypes, sharded_units
 from trine.optim.runtime.whole_scalars import WholeScalars
 from trine.optim.techniques._assembly import Effect
@@ -35,11 +36,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "mesh_of",
+    "replicate_model",
     "rows_of",
     "same_start",
     "shard_like",
     "shard_model",
     "shard_optimizer",
+    "start_alike",
 ]
 
 _meshes: dict[tuple[int, str, int, int], tuple[Any, DeviceMesh]] = {}
@@ -152,39 +155,104 @@ def shard_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
     """Stages 2 and 3: FSDP2 over each repeated block and the root; the live optimizer is pointed at the shards."""
     config, facts = assembly.config, assembly.facts
-    model = assembly.model
-    if isinstance(model, DistributedDataParallel):
-        model = retire(model)
-    else:
-        same_start(model, facts.device)
-    policies = _policies(assembly, model)
-    mesh = mesh_of(facts.device_type, replicas, shards)
-    before = dict(model.named_parameters())
-    scalars = WholeScalars([p for p in before.values() if p.dim() == 0], mesh)
-    blocks = sharded_units(model)
     reshard: bool | int | None = config.zero.reshard_after_forward
-    keys: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars.ignored}
-    inside: dict[str, Any] = {
-        "reshard_after_forward": (config.zero.stage == 3) if reshard is None else reshard
-    }
+    inside = {"reshard_after_forward": (config.zero.stage == 3) if reshard is None else reshard}
     # Of the root, the first thing that backward needs is what forward used last: freeing it saves nothing.
-    outside: dict[str, Any] = {"reshard_after_forward": reshard if config.zero.stage == 3 else False}
+    outside = {"reshard_after_forward": reshard if config.zero.stage == 3 else False}
+    if facts.layout.is_hybrid:
+        mesh = data_mesh(facts, sharded=True)
+        assert mesh is not None, "zero's check wants two ranks to shard over"
+    else:
+        mesh = mesh_of(facts.device_type, replicas, shards)
+    _distribute(assembly, _Wrapping(fully_shard, mesh, inside, outside))
+
+
+def replicate_model(assembly: Assembly) -> None:
+    """Data parallelism beside other kinds: PyTorch's ``replicate``, which is FSDP2 without shards.
+
+    DistributedDataParallel knows neither DTensors nor several backward passes of a stage (pytorch#144530).
+    """
+    start_alike(assembly)
+    mesh = data_mesh(assembly.facts, sharded=False)
+    if mesh is None:
+        return
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    _distribute(assembly, _Wrapping(replicate, mesh, {}, {}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapping:
+    """How a module is made one whose gradients are averaged."""
+
+    wrap: Callable[..., Any]
+    mesh: DeviceMesh
+    inside: Mapping[str, Any]  # of blocks
+    outside: Mapping[str, Any]  # of the root
+
+
+def _distribute(assembly: Assembly, wrapping: _Wrapping) -> None:
+    """Wrap each repeated block and the root of every stage, and point the live optimizer at what they hold now."""
+    start_alike(assembly)
+    facts = assembly.facts
+    if isinstance(assembly.model, DistributedDataParallel):
+        assembly.model = retire(assembly.model)
+    model = assembly.model
+    policies = _policies(assembly, model)
+    before = dict(model.named_parameters())
+    group = group_of(facts, "replicate", "shard", "expert", "context") if facts.layout.is_hybrid else None
+    scalars = WholeScalars([p for p in before.values() if p.dim() == 0], wrapping.mesh, group)
+    for spread, dimension in assembly.spread.items():
+        _wrap_spread(assembly, wrapping, spread, dimension, policies)
+    blocks: list[nn.Module] = []
+    for stage in assembly.stages:
+        blocks += _wrap_stage(stage, wrapping, policies, scalars.ignored)
+    _adopt(assembly, before, scalars)
+    if assembly.config.zero.stage:
+        _prefetch([cast(FSDPModule, block) for block in blocks], assembly.config.zero.prefetch)
+    _keep_in_step(assembly, [cast(FSDPModule, stage) for stage in assembly.stages], scalars)
+    _keep_statistics_alike(model, group)
+
+
+def _wrap_stage(
+    stage: nn.Module, wrapping: _Wrapping, policies: _Policies, ignored: set[nn.Parameter] | None
+) -> list[nn.Module]:
+    """One root and its blocks; returns the blocks."""
+    wrap, inside = wrapping.wrap, wrapping.inside
+    keys: dict[str, Any] = {"mesh": wrapping.mesh, "ignored_params": ignored}
     if policies.wide is not None:
-        for norm in [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]:
-            fully_shard(norm, mp_policy=policies.wide, **keys, **inside)
+        for norm in [m for m in stage.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]:
+            wrap(norm, mp_policy=policies.wide, **keys, **inside)
+    blocks = sharded_units(stage)
     for block in blocks:
         for odd in odd_dtypes(block):
-            fully_shard(odd, mp_policy=policies.inner, **keys, **inside)
+            if not isinstance(odd, FSDPModule):
+                wrap(odd, mp_policy=policies.inner, **keys, **inside)
         if not isinstance(block, FSDPModule):
-            fully_shard(block, mp_policy=policies.inner, **keys, **inside)
-    for odd in odd_dtypes(model, blocks):
-        fully_shard(odd, mp_policy=policies.inner, **keys, **inside)
-    fully_shard(model, mp_policy=policies.root, **keys, **outside)
-    assembly.model = model
-    _adopt(assembly, before, scalars)
-    _prefetch([cast(FSDPModule, block) for block in blocks], config.zero.prefetch)
-    _keep_in_step(assembly, cast(FSDPModule, model), scalars)
-    _keep_statistics_alike(model)
+            wrap(block, mp_policy=policies.inner, **keys, **inside)
+    for odd in odd_dtypes(stage, blocks):
+        if not isinstance(odd, FSDPModule):
+            wrap(odd, mp_policy=policies.inner, **keys, **inside)
+    wrap(stage, mp_policy=policies.root, **keys, **wrapping.outside)
+    return blocks
+
+
+def _wrap_spread(
+    assembly: Assembly, wrapping: _Wrapping, spread: nn.Module, dimension: str, policies: _Policies
+) -> None:
+    """A module whose parameters differ along ``dimension``: averaged, or sharded, over the other ranks alone.
+
+    Its gradients are sums over the batches of that dimension's ranks already, so the mean divides by all data ranks.
+    """
+    facts = assembly.facts
+    total = facts.layout.size("replicate", "shard", "expert", "context")
+    mesh = data_mesh(facts, sharded=assembly.config.zero.stage > 0, without=dimension)
+    if (
+        mesh is None
+    ):  # nobody else holds them: FSDP2 over this rank alone still divides, and has one form of everything
+        mesh = alone_mesh(facts)
+    wrapping.wrap(spread, mesh=mesh, mp_policy=policies.inner, **wrapping.inside)
+    cast(FSDPModule, spread).set_gradient_divide_factor(float(total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +298,13 @@ def _policies(assembly: Assembly, model: nn.Module) -> _Policies:
         MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32),
         MixedPrecisionPolicy(cast_forward_inputs=False),
     )
+
+
+def start_alike(assembly: Assembly) -> None:
+    """:func:`same_start`, once, before anything is cut."""
+    if not assembly.started_alike:
+        same_start(unwrapped(assembly.model), assembly.facts.device)
+        assembly.started_alike = True
 
 
 def same_start(model: nn.Module, device: torch.device) -> None:
@@ -282,11 +357,21 @@ def _prefetch(blocks: Sequence[FSDPModule], depth: int | None) -> None:
         block.set_modules_to_backward_prefetch(behind if depth and behind else [block])
 
 
-def _keep_in_step(assembly: Assembly, root: FSDPModule, scalars: WholeScalars) -> None:
+def _keep_in_step(assembly: Assembly, roots: Sequence[FSDPModule], scalars: WholeScalars) -> None:
     """Synchronise when the engine says, average what FSDP2 was told to ignore, and forget gathered parameters."""
-    assembly.synchronise = root.set_requires_gradient_sync
-    assembly.closers.append(lambda: root.set_requires_gradient_sync(True))
-    modules = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+
+    def synchronise(wanted: bool) -> None:
+        for root in roots:
+            root.set_requires_gradient_sync(wanted)
+
+    assembly.synchronise = synchronise
+    assembly.closers.append(lambda: synchronise(True))
+    modules = [
+        module
+        for root in roots
+        for module in cast(nn.Module, root).modules()
+        if isinstance(module, FSDPModule)
+    ]
 
     def after(stepped: bool) -> None:
         for module in modules:
@@ -297,10 +382,10 @@ def _keep_in_step(assembly: Assembly, root: FSDPModule, scalars: WholeScalars) -
     if scalars.ignored:
         assembly.collect.append(scalars.collect)
     assembly.after_update.append(after)
-    assembly.discard.append(lambda: _forget_unreduced(modules, root))
+    assembly.discard.append(lambda: _forget_unreduced(modules, roots))
 
 
-def _forget_unreduced(modules: Sequence[FSDPModule], root: FSDPModule) -> None:
+def _forget_unreduced(modules: Sequence[FSDPModule], roots: Sequence[FSDPModule]) -> None:
     """Micro-batches that were not synchronised leave whole gradients inside FSDP2, which ``zero_grad`` does not see.
 
     Nor does ``reset_iter_state``, whatever its documentation says; it ends what an exception left half done.
@@ -311,16 +396,17 @@ def _forget_unreduced(modules: Sequence[FSDPModule], root: FSDPModule) -> None:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
-    reset = getattr(root, "reset_iter_state", None)  # from PyTorch 2.13 on
-    if reset is not None:
-        reset()
-        return
-    for module in modules:
-        module.reshard()
+    for root in roots:
+        reset = getattr(root, "reset_iter_state", None)  # from PyTorch 2.13 on
+        if reset is not None:
+            reset()
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        for module in modules:
+            module.reshard()
 
 
-def _keep_statistics_alike(model: nn.Module) -> None:
-    """Running statistics of rank 0 before a forward, as DistributedDataParallel does; FSDP2 does not."""
+def _keep_statistics_alike(model: nn.Module, group: distributed.ProcessGroup | None) -> None:
+    """Running statistics of the group's first rank before a forward, as DistributedDataParallel does; FSDP2 does not."""
     kinds = torch.nn.modules.batchnorm._NormBase
     tracked = [m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats]
     buffers = [b for m in tracked for b in m.buffers(recurse=False)]
@@ -328,11 +414,12 @@ def _keep_statistics_alike(model: nn.Module) -> None:
         return
 
     since = {"trained": False}
+    first = 0 if group is None else distributed.get_global_rank(group, 0)
 
     def broadcast(module: nn.Module, arguments: Any) -> None:
         if module.training or since["trained"]:  # also before the first evaluation after training
             since["trained"] = module.training
-            works = [distributed.broadcast(buffer, 0, async_op=True) for buffer in buffers]
+            works = [distributed.broadcast(buffer, first, group=group, async_op=True) for buffer in buffers]
             for work in works:
                 work.wait()
 

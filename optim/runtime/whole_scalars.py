@@ -17,7 +17,13 @@ __all__ = ["WholeScalars"]
 class WholeScalars:
     """``scalars`` in the order of the model's names, which is that of every rank."""
 
-    def __init__(self, scalars: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        scalars: Sequence[nn.Parameter],
+        mesh: DeviceMesh,
+        group: distributed.ProcessGroup | None = None,
+    ) -> None:
+        self._group = group  # None: all ranks
         #: Scalar → what the optimizer holds for it.
         self.replicas = {scalar: _replica(scalar, mesh) for scalar in scalars}
         self._by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -46,8 +52,8 @@ class WholeScalars:
             )
             for place in missing:
                 flat[count + place] = 0.0
-            flat /= distributed.get_world_size()
-            distributed.all_reduce(flat)
+            flat /= distributed.get_world_size(self._group)
+            distributed.all_reduce(flat, group=self._group)
             # A device is waited for only where this rank lacks one.
             unused = {place for place in missing if not float(flat[count + place])}
             for place, scalar in enumerate(scalars):

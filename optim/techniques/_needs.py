@@ -5,7 +5,7 @@ from __future__ import annotations
 from trine.optim.techniques._assembly import Facts
 from trine.record.errors import UsageError
 
-__all__ = ["require_plain_gradients", "require_ranks"]
+__all__ = ["require_plain_gradients", "require_plain_layout", "require_ranks"]
 
 
 def require_ranks(key: str, facts: Facts) -> None:
@@ -32,3 +32,10 @@ def require_plain_gradients(key: str, facts: Facts) -> None:
         raise UsageError(
             f"{key} takes dense gradients, and {sparse[0]} has sparse ones: set its sparse=False, or drop the key"
         )
+
+
+def require_plain_layout(key: str, facts: Facts, why: str, instead: str = "drop one of them") -> None:
+    """Raise ``UsageError`` for a key that goes with data parallelism and sharding alone."""
+    if facts.layout.is_hybrid:
+        other = facts.layout.hybrid_key()
+        raise UsageError(f"{key} and {other} cannot be combined: {why}. {instead[:1].upper()}{instead[1:]}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
-from trine.optim.techniques._needs import require_ranks
+from trine.optim.techniques._needs import require_plain_layout, require_ranks
 from trine.optim.techniques.compilation import LEAST_BUCKET_MIB
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
@@ -67,6 +67,14 @@ def check(config: Config, facts: Facts) -> None:
     wanted = [key for key in _OPTIONS if config[key] is not None]
     if wanted:
         require_ranks(wanted[0], facts)
+        require_plain_layout(
+            wanted[0],
+            facts,
+            "it is an option of DistributedDataParallel, and beside it FSDP2 averages gradients",
+        )
+    if facts.layout.is_hybrid:
+        _check_unwrapped(facts)
+        return
     _check_whole(config, facts)
     replicas = config.parallel.data
     if config.zero.stage == 0 and replicas not in ("auto", facts.ranks):  # ZeRO's check knows of shards
@@ -97,6 +105,9 @@ def apply(assembly: Assembly) -> None:
     facts = assembly.facts
     if facts.ranks == 1 or assembly.config.zero.stage >= 2:  # FSDP2 averages by itself
         return
+    if facts.layout.is_hybrid:
+        _replicate(assembly)
+        return
     from torch.nn.parallel import DistributedDataParallel
 
     from trine.optim.runtime.replicas import DdpTimes, wrap, wrap_anew
@@ -125,6 +136,23 @@ def apply(assembly: Assembly) -> None:
     assembly.after_step.append(times.after_step)
 
 
+def _replicate(assembly: Assembly) -> None:
+    from trine.optim.runtime.sharding import replicate_model
+
+    replicate_model(assembly)
+    layout = assembly.facts.layout
+    replicas = layout.size("replicate", "expert", "context")
+    if replicas > 1:
+        assembly.effects.append(
+            Effect(
+                "parallel.data",
+                "one process each",
+                f"{replicas} ranks that average",
+                f"PyTorch's replicate, {layout}",
+            )
+        )
+
+
 def best_bucket_bytes(gradient_bytes: int, alpha_s: float, bytes_per_s: float) -> int:
     """Bucket size that leaves the least time exposed, by a latency–bandwidth model.
 
@@ -150,6 +178,18 @@ def _check_whole(config: Config, facts: Facts) -> None:
                 f"parallel.data: {name} is sharded already (a DTensor), and ranks replicate whole parameters: give "
                 "trine.optimize the model as it was before fully_shard, with zero.stage = 3 to shard it"
             )
+
+
+def _check_unwrapped(facts: Facts) -> None:
+    """Other kinds of parallelism replace parameters under a wrapper's feet."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(facts.model, (DistributedDataParallel, FSDPModule)):
+        raise UsageError(
+            f"{facts.layout.hybrid_key()} takes the plain model, and this is wrapped ({type(facts.model).__name__}): give "
+            "trine.optimize what is inside"
+        )
 
 
 def _check_compiled(config: Config, facts: Facts) -> None:

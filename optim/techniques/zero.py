@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trine.optim.config import Config
 from trine.optim.layout import degrees, fitting
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._needs import require_plain_layout
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -90,7 +91,11 @@ def check(config: Config, facts: Facts) -> None:
             f"zero.stage = {stage} shards over several ranks, and this process is alone: start it with torchrun "
             "(and torch.distributed.init_process_group), or take the key out"
         )
-    _, shards = degrees(config, facts.ranks)
+    if facts.layout.is_hybrid:
+        _check_hybrid(config, facts)
+        shards = facts.layout.size("shard", "expert", "context")
+    else:
+        _, shards = degrees(config, facts.ranks)
     if shards == 1:
         raise UsageError(
             f"parallel.data = {config.parallel.data} and parallel.shard = {config.parallel.shard or 1} leave one rank "
@@ -101,6 +106,31 @@ def check(config: Config, facts: Facts) -> None:
     _check_model(config, facts)
     _check_wrapper(config, facts)
     _check_optimizer(config, facts)
+
+
+def _check_hybrid(config: Config, facts: Facts) -> None:
+    """Beside tensor, pipeline, expert and context parallelism the shards are FSDP2's."""
+    layout = facts.layout
+    if config.zero.stage == 1:
+        require_plain_layout(
+            "zero.stage = 1",
+            facts,
+            "it stands beside DistributedDataParallel, which these cannot use",
+            "use zero.stage = 2 or 3, which keep no more a rank",
+        )
+    if config.parallel.shard == "auto":
+        require_plain_layout(
+            'parallel.shard = "auto"',
+            facts,
+            "it measures links between all ranks",
+            "write the number of shards",
+        )
+    if layout.size("shard", "expert", "context") == 1:
+        raise UsageError(
+            f"zero.stage = {config.zero.stage} shards over data-parallel ranks, and {layout.hybrid_key()} leaves "
+            f"{'one' if layout.replicate == 1 else 'replicas of one shard'}: take the key out, write a larger "
+            "parallel.shard, or start more ranks"
+        )
 
 
 def _require_stage(config: Config) -> None:
@@ -255,8 +285,11 @@ def apply(assembly: Assembly) -> None:
         return
     from trine.optim.runtime import sharding
 
-    replicas, shards = degrees(config, facts.ranks)
-    note = _nodes(facts, shards)
+    if facts.layout.is_hybrid:
+        replicas, shards = facts.layout.replicate, facts.layout.size("shard", "expert", "context")
+    else:
+        replicas, shards = degrees(config, facts.ranks)
+    note = str(facts.layout) if facts.layout.is_hybrid else _nodes(facts, shards)
     if config.parallel.shard == "auto" and config.parallel.data == "auto":
         from trine.optim.runtime.shard_groups import automatic_shards
 
