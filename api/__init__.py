@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trine.analyzers import analyze as analyze
     from trine.optim import Config as Config
+    from trine.optim import layout_of as layout_of
     from trine.optim import optimize as optimize
     from trine.profiler import profile as profile
     from trine.record import load as load
     from trine.record.errors import TrineError as TrineError
 
-__all__ = ["Config", "TrineError", "__version__", "analyze", "load", "optimize", "profile"]
+__all__ = ["Config", "TrineError", "__version__", "analyze", "layout_of", "load", "optimize", "profile"]
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "analyze": "trine.analyzers",
     "load": "trine.record",
     "profile": "trine.profiler",
+    "layout_of": "trine.optim",
     "optimize": "trine.optim",
     "Config": "trine.optim",
     "TrineError": "trine.record.errors",

@@ -144,15 +144,23 @@ def _plain_loss(case: Case, model: Any, step: int, ranks: int) -> tuple[Any, Any
 
 def plain_losses(case: Case, steps: int = STEPS) -> tuple[float, ...]:
     """Losses of the loop that people write, in this process, on the whole batch."""
-    ranks = case.ranks if case.data == "documents" else 1
+    import trine
+
+    config = trine.Config().with_changes(case.changes)
+    shares = trine.layout_of(config, 0, case.ranks).data_ranks
+    ranks = shares if case.data == "documents" else 1
     model = tuple(sorted(case.model.items()))
     return _plain_losses(case.dtype, case.optimizer, model, case.data, ranks, steps)
 
 
-def run_rank(rank: int, ranks: int, case: Case, steps: int = STEPS) -> tuple[list[float], list[float]]:
+#: Losses of a rank, and parameter → a sum over its values.
+RankResult = tuple[list[float], dict[str, float]]
+
+
+def run_rank(rank: int, ranks: int, case: Case, steps: int = STEPS) -> RankResult:
     """This rank's losses by the engine, and sums of its parameters: replicas must agree in every bit.
 
-    Parameters that are sharded are gathered first. To be called on every rank of a process group, or alone.
+    Parameters that are sharded are gathered first. A rank of a pipeline has its own stages' alone. To be called on every rank of a process group, or alone.
     """
     import torch
 
@@ -163,26 +171,29 @@ def run_rank(rank: int, ranks: int, case: Case, steps: int = STEPS) -> tuple[lis
     config = trine.Config().with_changes(case.changes)
     engine = trine.optimize(model, optimizer_of(case, model), config, loss_fn=loss_of)
     try:
-        batches = (batch_of(case, step, rank, ranks) for step in range(steps))
+        share = (engine.data_rank, engine.data_ranks)
+        batches = (batch_of(case, step, *share) for step in range(steps))
         losses = [float(engine.train_step(batch)) for batch in engine.steps(batches)]
-        sums = []
-        for parameter in model.parameters():
+        sums = {}
+        for name, parameter in engine.model.named_parameters():
             value = parameter.detach()
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            sums.append(float(value.double().mul(torch.arange(value.numel()).view_as(value) + 1.0).sum()))
+            sums[name] = float(value.double().mul(torch.arange(value.numel()).view_as(value) + 1.0).sum())
         return losses, sums
     finally:
         engine.close()
 
 
-def outcome_of(case: Case, by_rank: Sequence[tuple[list[float], list[float]]], steps: int = STEPS) -> Outcome:
+def outcome_of(case: Case, by_rank: Sequence[RankResult], steps: int = STEPS) -> Outcome:
     """Compare what the ranks returned with the plain run."""
     plain = plain_losses(case, steps)
     means = [sum(losses) / len(by_rank) for losses in zip(*(losses for losses, _ in by_rank), strict=True)]
     apart = [abs(a - b) / abs(b) for a, b in zip(means, plain, strict=True)]
     last = abs(sum(means[-5:]) / sum(plain[-5:]) - 1.0)
     worst = max(float("inf") if math.isnan(difference) else difference for difference in apart)
-    return Outcome(case, worst, last, all(sums == by_rank[0][1] for _, sums in by_rank))
+    first: dict[str, float] = {}
+    same = all(first.setdefault(name, value) == value for _, sums in by_rank for name, value in sums.items())
+    return Outcome(case, worst, last, same)
 
 
 # --- standing alone ----------------------------------------------------------------------------

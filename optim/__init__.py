@@ -9,12 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
+from trine.optim.layout import Layout, layout_of
 
 if TYPE_CHECKING:
     from trine.optim.engine import Engine as Engine
     from trine.optim.engine import optimize as optimize
 
-__all__ = ["Config", "Engine", "optimize"]
+__all__ = ["Config", "Engine", "Layout", "layout_of", "optimize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,8 +25,10 @@ __all__ = [
     "pieces_of_size",
     "regrouped",
     "size_of",
+    "tensors_of",
     "to_device",
     "tokens_of",
+    "with_tensors",
 ]
 
 logger = logging.getLogger("trine")
@@ -75,6 +77,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return _rebuilt(batch, lambda value: to_device(value, device))
 
 
+def with_tensors(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The batch with ``change(tensor)`` in place of every tensor."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Gathered):
+        return Gathered(tuple(with_tensors(part, change) for part in batch.parts))
+    return _rebuilt(batch, lambda value: with_tensors(value, change))
+
+
 def size_of(batch: Any) -> int | None:
     """Length of the first dimension of the first tensor or array; ``None`` where a batch has none."""
     if isinstance(batch, Gathered):
@@ -100,7 +113,7 @@ def tokens_of(batch: Any) -> int | None:
     if isinstance(batch, Gathered):
         counts = [tokens_of(part) for part in batch.parts]
         return None if None in counts else sum(count for count in counts if count)
-    first = next(_tensors(batch), None)
+    first = next(tensors_of(batch), None)
     if first is None or first.dim() != 2 or first.is_floating_point() or first.is_complex():
         return None
     return int(first.numel())
@@ -284,14 +297,18 @@ def _lengths(batch: Any) -> Iterator[int]:
             yield from _lengths(value)
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, in their order; none of a :class:`Divisible`, which has its own."""
     import torch
 
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
+            yield from tensors_of(value)
+    elif isinstance(batch, Gathered):
+        for part in batch.parts:
+            yield from tensors_of(part)
     elif isinstance(batch, (tuple, list)):
         for value in batch:
-            yield from _tensors(value)
+            yield from tensors_of(value)

@@ -34,7 +34,8 @@ from trine.optim._inputs import (
 )
 from trine.optim._override import current_override, note_engine
 from trine.optim._persistence import Persistent
-from trine.optim.batches import Divisible, Gathered, pieces_of, size_of, to_device, tokens_of
+from trine.optim._stages import Staged
+from trine.optim.batches import Divisible, Gathered, size_of, to_device, tokens_of
 from trine.optim.config import Config
 from trine.optim.techniques import Assembly, Effect, Facts, require_applicable, techniques
 from trine.record.errors import TrainingError, TrineError, UsageError
@@ -171,7 +172,7 @@ def _naming_lost_ranks(function: Callable[_Arguments, _Result]) -> Callable[_Arg
     return called
 
 
-class Engine(Persistent):
+class Engine(Staged, Persistent):
     """Trains one model by one configuration. Made by :func:`optimize`."""
 
     def __init__(
@@ -196,6 +197,7 @@ class Engine(Persistent):
         self._consumed = False  # the open step's batch has been trained on
         self._stage = _IDLE
         self._broken: str | None = None  # why no further step can be taken
+        self._same_batches = False  # the ranks that share a batch were seen to
         self._described = -1  # effects that listeners know of
         self._loss: torch.Tensor | None = None  # of the step that is running
         self._close = weakref.finalize(self, _close_all, assembly.closers)
@@ -248,8 +250,10 @@ class Engine(Persistent):
 
         Without gradients (``torch.no_grad``) it is an evaluation, and counts as no micro-batch.
         """
+        self._refuse_under_pipeline("engine(batch)")
         if self._training():
             self._require_usable()
+            self._require_same_batch((arguments, named))
             if self._assembly.admit is not None:
                 self._assembly.admit((arguments, named))
             self._synchronise(self._is_last_micro())
@@ -263,6 +267,7 @@ class Engine(Persistent):
     def backward(self, loss: torch.Tensor, count: float | torch.Tensor | None = None) -> None:
         """Add this micro-batch's gradients. ``count``: tokens that ``loss`` is the mean of, to weigh it by."""
         self._require_usable()
+        self._refuse_under_pipeline("engine.backward")
         require_loss(loss)
         if count is not None:
             require_count(count)
@@ -351,6 +356,7 @@ class Engine(Persistent):
             self._begin_step()
         emit("phase", name="copy")
         try:
+            self._require_same_batch(batch)
             if not isinstance(batch, Gathered):  # whose micro-batches are moved one by one
                 batch = to_device(batch, self._facts.device)
             self._loss = self._run(batch)
@@ -368,12 +374,15 @@ class Engine(Persistent):
         assembly = self._assembly
         if assembly.fitting is not None:
             return assembly.fitting.step(batch, self._accumulate, self._probe, self._take_back)
-        return self._accumulate(
-            pieces_of(batch, assembly.accumulation) if assembly.cut is None else assembly.cut(batch)
-        )
+        return self._accumulate(self._pieces(batch))
 
     def _accumulate(self, pieces: list[Any]) -> torch.Tensor:
         """Forward and backward of each micro-batch, then the optimizer; the mean loss."""
+        if self._assembly.pipeline is not None:
+            self._stage = _EXCHANGING
+            emit("phase", name="forward")
+            self._run_stages(pieces)
+            return self._updated()
         last = len(pieces) - 1
         samples = [float(size_of(piece) or 1) for piece in pieces] if last else [1.0]
         whole = sum(samples)
@@ -394,6 +403,9 @@ class Engine(Persistent):
             if position == last:
                 self._stage = _EXCHANGING
             self._update.backward(loss, weight, counted)
+        return self._updated()
+
+    def _updated(self) -> torch.Tensor:
         self._stage = _UPDATING
         self._optimizer_step()
         self._stage = _IDLE

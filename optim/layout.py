@@ -10,7 +10,9 @@ different batches; those along ``pipeline``, ``context`` and ``tensor`` share th
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
 from trine.optim.config import Config
 from trine.record.errors import UsageError
@@ -84,12 +86,21 @@ class Layout:
         return " × ".join(spelled) or "one rank"
 
 
-def layout_of(config: Config, rank: int, ranks: int) -> Layout:
-    """What ``config`` makes of so many ranks. Raises ``UsageError`` where the degrees do not fit them.
+def layout_of(config: Any = None, rank: int | None = None, ranks: int | None = None) -> Layout:
+    """What ``config`` makes of so many ranks; given as ``trine.optimize`` takes it. Raises ``UsageError`` where the
+    degrees do not fit them.
+
+    Rank and ranks are the launcher's (``RANK``, ``WORLD_SIZE``) where they are not given. A program asks before it makes
+    its sampler, which divides the data by ``layout.data_ranks`` and takes the part ``layout.data_rank``.
 
     ``parallel.pipeline`` × ``expert`` × ``context`` × ``tensor`` divide the ranks; replicas and shards
     (``parallel.data``, ``parallel.shard``, ``zero.stage``) share what is left.
     """
+    from trine.optim._inputs import as_config
+
+    config = as_config(config)
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
     parallel = config.parallel
     kinds = {name: int(getattr(parallel, name)) for name in ("pipeline", "expert", "context", "tensor")}
     product = 1
