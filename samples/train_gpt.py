@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trine.samples.gpt import FEED_FORWARDS, GPT, NORMS, POSITIONS, Attention, GPTConfig, loss_of
 from trine.samples.text import SourceDocuments, SourceText, pad_documents, standard_library
-from trine.samples.training import add_arguments, place, train
+from trine.samples.training import add_arguments, place, share_of, train
 
 __all__ = ["arguments_of", "build", "main"]
 
@@ -64,7 +64,7 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
 def build(
     arguments: argparse.Namespace, rank: int, ranks: int, device: torch.device
 ) -> tuple[GPT, torch.optim.Optimizer, DataLoader[Any]]:
-    """Model, optimizer and loader, the same on every call with the same seed."""
+    """Model, optimizer and loader, the same on every call with the same seed; ``rank`` of ``ranks`` shares of the data."""
     torch.manual_seed(arguments.seed)
     shape = GPTConfig(
         layers=arguments.layers,
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train and return 0."""
     arguments = arguments_of(argv)
     with place() as (rank, ranks, device):
-        model, optimizer, loader = build(arguments, rank, ranks, device)
+        model, optimizer, loader = build(arguments, *share_of(arguments, rank, ranks), device)
 
         def facts() -> dict[str, Any]:  # once the configuration has changed them
             return {"attention": next(m.implementation for m in model.modules() if isinstance(m, Attention))}

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from trine.samples.training import add_arguments, place, train
+from trine.samples.training import add_arguments, place, share_of, train
 from trine.samples.vision import Digits, VisionConfig, VisionTransformer, loss_of
 
 __all__ = ["arguments_of", "build", "main"]
@@ -47,7 +47,7 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
 def build(
     arguments: argparse.Namespace, rank: int, ranks: int, device: torch.device
 ) -> tuple[VisionTransformer, torch.optim.Optimizer, Loader]:
-    """Model, optimizer and loader, the same on every call with the same seed."""
+    """Model, optimizer and loader, the same on every call with the same seed; ``rank`` of ``ranks`` shares of the data."""
     torch.manual_seed(arguments.seed)
     shape = VisionConfig(
         arguments.layers, arguments.hidden, arguments.heads, arguments.image, arguments.patch
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train and return 0."""
     arguments = arguments_of(argv)
     with place() as (rank, ranks, device):
-        model, optimizer, loader = build(arguments, rank, ranks, device)
+        model, optimizer, loader = build(arguments, *share_of(arguments, rank, ranks), device)
         train(arguments, model, optimizer, loader, loss_of)
     return 0
 

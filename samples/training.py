@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import trine
 from trine.samples import configuration, configurations
 
-__all__ = ["add_arguments", "place", "train"]
+__all__ = ["add_arguments", "configuration_of", "place", "share_of", "train"]
 
 #: ``loss_of(model, batch)``: the mean loss, or that and the tokens it is the mean of.
 LossFunction = Callable[[Any, Any], Any]
@@ -57,6 +57,20 @@ def place() -> Iterator[tuple[int, int, torch.device]]:
         yield rank, ranks, device
     finally:
         distributed.destroy_process_group()
+
+
+def configuration_of(arguments: argparse.Namespace) -> Path | None:
+    """The file that ``--config`` means: one of that name here, else one that comes with the samples."""
+    if arguments.config is None:
+        return None
+    named = arguments.config in configurations() and not Path(arguments.config).exists()
+    return configuration(arguments.config) if named else Path(arguments.config)
+
+
+def share_of(arguments: argparse.Namespace, rank: int, ranks: int) -> tuple[int, int]:
+    """Which share of the data this rank takes, and how many there are: ranks of a tensor or pipeline group share theirs."""
+    layout = trine.layout_of(configuration_of(arguments), rank, ranks)
+    return layout.data_rank, layout.data_ranks
 
 
 def train(
@@ -113,9 +127,7 @@ def _train_by_engine(
     facts: Callable[[], Mapping[str, Any]],
 ) -> list[torch.Tensor]:
     """The same with a configuration applied."""
-    named = arguments.config in configurations() and not Path(arguments.config).exists()
-    path = configuration(arguments.config) if named else Path(arguments.config)
-    engine = trine.optimize(model, optimizer, path, loss_fn=loss_of)
+    engine = trine.optimize(model, optimizer, configuration_of(arguments), loss_fn=loss_of)
     losses: list[torch.Tensor] = []
     resumed = getattr(arguments, "resume", None)
     if resumed is not None:
