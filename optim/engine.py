@@ -450,7 +450,8 @@ class Engine(Staged, Persistent):
     def _fail(self, error: BaseException) -> None:
         """A step raised: what it added is dropped, and the engine stays usable unless ranks or parameters may differ."""
         stage, self._stage = self._stage, _IDLE
-        refused = isinstance(error, TrineError)  # by this package, with parameters as they were
+        # By this package, with parameters as they were, unless it says otherwise: a disk that fails in mid-update.
+        refused = isinstance(error, TrineError) and not getattr(error, "half_done", False)
         alone = self._facts.ranks == 1
         if stage == _UPDATING:
             lost = not refused

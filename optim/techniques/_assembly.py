@@ -230,6 +230,12 @@ class Assembly:
     #: has ``load_resharded(states, ranks)`` is given the states of all ranks that saved (see
     #: :mod:`trine.optim.runtime.checkpoints.resharding`); others start anew, and that is said.
     state: dict[str, Stateful] = field(default_factory=dict)
+    #: Called before parameters and optimizer state are read or written from outside, by a checkpoint, between steps: waits
+    #: for what is being written to slower memory, and raises ``TrainingError`` where that is damaged.
+    settle: list[Callable[[], None]] = field(default_factory=list)
+    #: (what the optimizer holds, key) → the tensor that this state is to be read into, where it does not lie beside the
+    #: parameter: in the host's memory, or over a file. ``optimizer.state`` gets it; this rank's part where it is sharded.
+    home_of: Callable[[torch.Tensor, str], torch.Tensor | None] | None = None
     #: Name → its value in the step that ends; read at the end of each step, told as ``metric`` events.
     metrics: dict[str, Callable[[], float | None]] = field(default_factory=dict)
     #: Stop threads, remove files; called by ``engine.close`` and when the process ends.
