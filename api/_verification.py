@@ -41,6 +41,7 @@ class Sides:
         self._arguments = arguments
         self._say = say
         self._plain: Path | None = None
+        self._proved: Config | None = None
         self._has_engine = False
         self._runs = 0
         self._given: tuple[float | None, float | None] = (None, None)
@@ -55,7 +56,7 @@ class Sides:
             self._command[0], self._arguments.module
         )  # a wrong name is found before anything is started
         path = self._arguments.config
-        config = None if path is None else Config.from_toml(path)
+        config = self._proved = None if path is None else Config.from_toml(path)
         self._say("plain …")
         self._plain = self._run(Config(), "plain")
         seen = _facts(self._plain)
@@ -117,6 +118,7 @@ class Sides:
         plan = {
             "folder": str(folder),
             "config": None if config is None else config.to_dict(),
+            "proved": None if self._proved is None else self._proved.to_dict(),
             "steps": arguments.steps,
             "seed": arguments.seed,
             "is_module": arguments.module,

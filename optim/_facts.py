@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from trine.optim.config import Config
-from trine.optim.layout import layout_of
+from trine.optim.layout import arranged
 from trine.optim.techniques._assembly import Facts
 from trine.optim.topology import topology_of
 from trine.record.errors import UsageError
@@ -28,7 +28,7 @@ def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: C
     return Facts(
         device=next(iter(model.parameters())).device,
         topology=topology_of(rank, ranks),
-        layout=layout_of(config or Config(), rank, ranks),
+        layout=arranged(config or Config(), rank, ranks),
         backend=distributed.get_backend() if grouped else None,
         model=model,
         optimizer=optimizer,

@@ -20,6 +20,9 @@ class Override(Protocol):
     def configuration(self, given: Config) -> Config:
         """The configuration to apply instead of the one that the script gives."""
 
+    def divides_by(self, given: Config) -> Config:
+        """The configuration by whose layout the data are divided: both sides of a comparison must see the same samples."""
+
     def attach(self, assembly: Assembly) -> None:
         """Look at what was assembled; its hooks may be extended."""
 

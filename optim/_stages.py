@@ -8,12 +8,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trine.optim._inputs import require_count, require_loss, weighed
+from trine.optim._override import current_override
 from trine.optim.batches import pieces_of, size_of, tensors_of, to_device
+from trine.optim.layout import layout_of
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
+    from trine.optim.config import Config
     from trine.optim.layout import Layout
     from trine.optim.runtime.update import Update
     from trine.optim.techniques import Assembly, Facts
@@ -27,6 +30,7 @@ _READ_BYTES = 1 << 20
 class Staged:
     """The part of an engine that knows of layouts."""
 
+    config: Config
     _assembly: Assembly
     _facts: Facts
     _loss_fn: Callable[[Any, Any], Any] | None
@@ -42,12 +46,20 @@ class Staged:
     @property
     def data_ranks(self) -> int:
         """How many different batches a step has: what a sampler divides the data by (``num_replicas``)."""
-        return self._facts.layout.data_ranks
+        return self._shares.data_ranks
 
     @property
     def data_rank(self) -> int:
         """Which of them this rank takes (a sampler's ``rank``). Ranks of one pipeline or tensor group share theirs."""
-        return self._facts.layout.data_rank
+        return self._shares.data_rank
+
+    @property
+    def _shares(self) -> Layout:
+        """The layout that data are divided by; `trine verify` gives its plain run the samples of the other."""
+        override = current_override()
+        if override is None:
+            return self._facts.layout
+        return layout_of(self.config, self._facts.rank, self._facts.ranks)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Mean loss of a batch without gradients, in evaluation mode; also over a pipeline, where all its ranks call it.

@@ -17,7 +17,7 @@ from typing import Any
 from trine.optim.config import Config
 from trine.record.errors import UsageError
 
-__all__ = ["DATA_DIMENSIONS", "DIMENSIONS", "Layout", "degrees", "fitting", "layout_of"]
+__all__ = ["DATA_DIMENSIONS", "DIMENSIONS", "Layout", "arranged", "degrees", "fitting", "layout_of"]
 
 #: From the outermost to the innermost.
 DIMENSIONS = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
@@ -97,10 +97,19 @@ def layout_of(config: Any = None, rank: int | None = None, ranks: int | None = N
     (``parallel.data``, ``parallel.shard``, ``zero.stage``) share what is left.
     """
     from trine.optim._inputs import as_config
+    from trine.optim._override import current_override
 
     config = as_config(config)
+    override = current_override()
+    if override is not None:  # both sides of a comparison see the same samples
+        config = override.divides_by(config)
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
+    return arranged(config, rank, ranks)
+
+
+def arranged(config: Config, rank: int, ranks: int) -> Layout:
+    """:func:`layout_of` of this very configuration."""
     parallel = config.parallel
     kinds = {name: int(getattr(parallel, name)) for name in ("pipeline", "expert", "context", "tensor")}
     product = 1

@@ -172,11 +172,7 @@ def _gradients(
         return None
     import numpy  # a part of a second, which the command line need not wait for
 
-    with (
-        numpy.load(plain_folder / "rank-0.npz") as theirs,
-        numpy.load(optimised_folder / "rank-0.npz") as ours,
-    ):
-        expected, found = _of_first_step(theirs), _of_first_step(ours)
+    expected, found = _of_first_step(plain_folder, plain), _of_first_step(optimised_folder, optimised)
     if not expected:
         return None
     if missing := sorted(expected.keys() ^ found.keys()):
@@ -209,16 +205,30 @@ def _gradients(
     )
 
 
-def _of_first_step(sketches: Any) -> dict[str, numpy.ndarray]:
-    return {key.partition("/")[2]: sketches[key] for key in sketches.files if key.startswith("0/")}
+def _of_first_step(folder: Path, ranks: list[dict[str, Any]]) -> dict[str, numpy.ndarray]:
+    """Of every parameter, from the first rank that holds it: a rank of a pipeline has its stages' alone."""
+    import numpy
+
+    found: dict[str, numpy.ndarray] = {}
+    for rank in ranks:
+        with numpy.load(folder / f"rank-{rank['rank']}.npz") as sketches:
+            for key in sketches.files:
+                step, _, name = key.partition("/")
+                if step == "0" and name not in found:
+                    found[name] = sketches[key]
+        if set(rank["bits"][0]) == {name for each in ranks for name in each["bits"][0]}:
+            break  # it holds them all
+    return found
 
 
 def _replicas(ranks: list[dict[str, Any]]) -> Check:
     """Ranks that hold the same part of a parameter hold the same bits of it."""
     for step in range(min(len(rank["bits"]) for rank in ranks)):
-        for name in ranks[0]["bits"][step]:
+        for name in dict.fromkeys(name for rank in ranks for name in rank["bits"][step]):
             seen: dict[str, tuple[int, int]] = {}  # part → rank, bits
             for rank in ranks:
+                if name not in rank["bits"][step]:  # of another stage of a pipeline
+                    continue
                 part, bits = rank["bits"][step][name]
                 first = seen.setdefault(part, (rank["rank"], bits))
                 if first[1] != bits:

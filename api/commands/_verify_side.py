@@ -57,7 +57,8 @@ def _begin(plan: dict[str, Any]) -> Any:
 
     seed_all(plan["seed"])
     config = None if plan["config"] is None else Config.from_dict(plan["config"])
-    witness = Witness(Path(plan["folder"]), config, plan["steps"])
+    proved = None if plan["proved"] is None else Config.from_dict(plan["proved"])
+    witness = Witness(Path(plan["folder"]), config, plan["steps"], proved)
     set_override(witness)
     # With an engine in the script, the configuration goes through it alone.
     prepare_loop = None

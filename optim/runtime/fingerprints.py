@@ -64,11 +64,14 @@ def bits_of(tensor: torch.Tensor) -> int:
 
 def shard_of(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """What lies on this rank, and which part of the whole that is: ranks that hold the same part are replicas."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(tensor, DTensor):
         return tensor.detach(), "whole"
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local().detach(), f"{tuple(shape)} at {tuple(offset)}"
+    mesh = tensor.device_mesh
+    places = [
+        f"{placement} {mesh.get_local_rank(dimension)} of {mesh.size(dimension)}"
+        for dimension, placement in enumerate(tensor.placements)
+        if not isinstance(placement, Replicate)
+    ]
+    return tensor.to_local().detach(), ", ".join(places) or "whole"

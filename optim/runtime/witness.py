@@ -45,11 +45,13 @@ class Witness:
     """Watches one training run in this process; ``trine.optim._override`` hands it the engine.
 
     ``config``: what engines apply instead of the script's own; ``None`` leaves the script's own. After ``steps``
-    optimizer steps the script is ended, by ``SystemExit``, where its next step would begin.
+    optimizer steps the script is ended, by ``SystemExit``, where its next step would begin. ``proved``: what is compared
+    with the plain run; ``None`` for the script's own.
     """
 
-    def __init__(self, folder: Path, config: Config | None, steps: int) -> None:
+    def __init__(self, folder: Path, config: Config | None, steps: int, proved: Config | None = None) -> None:
         self._folder = folder
+        self._proved = proved
         self._config = config
         self._steps = steps
         self._losses: list[float | None] = []
@@ -72,7 +74,12 @@ class Witness:
 
     def configuration(self, given: Config) -> Config:
         """What the engine applies."""
+        self._proved = given if self._proved is None else self._proved
         return given if self._config is None else self._config
+
+    def divides_by(self, given: Config) -> Config:
+        """What is proved, on both sides."""
+        return given if self._proved is None else self._proved
 
     def attach(self, assembly: Assembly) -> None:
         """Look through the engine's own hooks."""
