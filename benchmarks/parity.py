@@ -61,14 +61,15 @@ def text() -> bytes:
 
 
 def model_of(case: Case) -> Any:
-    """The case's GPT, seeded."""
+    """The case's GPT, with a mixture of experts where it names some, seeded."""
     import torch
 
     from trine.samples.gpt import GPT, GPTConfig
+    from trine.samples.moe import MixtureConfig, MixtureGPT
 
-    shape: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32}
+    shape: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32, **case.model}
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**{**shape, **case.model}))
+    model = MixtureGPT(MixtureConfig(**shape)) if "experts" in case.model else GPT(GPTConfig(**shape))
     return model.double() if case.dtype == "float64" else model
 
 
@@ -108,7 +109,13 @@ def optimizer_of(case: Case, model: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _plain_losses(
-    dtype: str, optimizer: str, model: tuple[tuple[str, Any], ...], data: str, ranks: int, steps: int
+    dtype: str,
+    optimizer: str,
+    model: tuple[tuple[str, Any], ...],
+    data: str,
+    clip_norm: float | None,
+    ranks: int,
+    steps: int,
 ) -> tuple[float, ...]:
     import torch
 
@@ -121,6 +128,8 @@ def _plain_losses(
     for step in range(steps):
         loss, shown = _plain_loss(case, plain, step, ranks)
         loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), clip_norm)
         stepper.step()
         stepper.zero_grad()
         losses.append(float(shown))
@@ -150,7 +159,7 @@ def plain_losses(case: Case, steps: int = STEPS) -> tuple[float, ...]:
     shares = trine.layout_of(config, 0, case.ranks).data_ranks
     ranks = shares if case.data == "documents" else 1
     model = tuple(sorted(case.model.items()))
-    return _plain_losses(case.dtype, case.optimizer, model, case.data, ranks, steps)
+    return _plain_losses(case.dtype, case.optimizer, model, case.data, case.clip_norm, ranks, steps)
 
 
 #: Losses of a rank, and parameter → a sum over its values.
@@ -169,7 +178,9 @@ def run_rank(rank: int, ranks: int, case: Case, steps: int = STEPS) -> RankResul
 
     model = model_of(case)
     config = trine.Config().with_changes(case.changes)
-    engine = trine.optimize(model, optimizer_of(case, model), config, loss_fn=loss_of)
+    engine = trine.optimize(
+        model, optimizer_of(case, model), config, loss_fn=loss_of, clip_norm=case.clip_norm
+    )
     try:
         share = (engine.data_rank, engine.data_ranks)
         batches = (batch_of(case, step, *share) for step in range(steps))

@@ -26,5 +26,7 @@ class Case:
     data: str = "windows"
     #: Environment of the ranks, such as TRINE_RANKS_PER_NODE.
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: Clips gradients' norm, so that a norm counted twice shows.
+    clip_norm: float | None = None
     #: Too long for the tests that people run by default.
     slow: bool = False

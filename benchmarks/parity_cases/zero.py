@@ -16,6 +16,16 @@ CASES = (
     ),
     *(Case(f"zero {stage} on 4", {"zero.stage": stage}, ranks=4) for stage in (1, 2, 3)),
     *(
+        Case(
+            f"zero {stage} clipped + groups of 2 on 4",
+            {"zero.stage": stage, "parallel.shard": 2},
+            ranks=4,
+            optimizer="sgd",
+            clip_norm=0.2,
+        )
+        for stage in (1, 3)
+    ),
+    *(
         Case(f"zero {stage} in groups of 2 on 4", {"zero.stage": stage, "parallel.shard": 2}, ranks=4)
         for stage in (1, 2, 3)
     ),
