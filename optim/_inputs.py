@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_config",
     "length_of",
+    "plain",
     "require_count",
     "require_gradient",
     "require_iterable",
@@ -125,12 +126,19 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+def plain(loss: Any) -> Any:
+    """A loss that comes as a DTensor, as over logits that are cut by the vocabulary, as the number that it is on all ranks."""
+    whole = getattr(loss, "full_tensor", None)
+    return whole() if callable(whole) else loss
+
+
 def weighed(result: Any, share: float, piece: Any) -> tuple[torch.Tensor, Any, bool]:
     """What ``loss_fn`` returned for a micro-batch: the mean loss, what it weighs, and whether that is a token count.
 
     Without one it weighs its share of the step's samples. Raises ``UsageError`` for anything else, and for the mean
     over no samples.
     """
+    result = (plain(result[0]), *result[1:]) if isinstance(result, tuple) and result else plain(result)
     if isinstance(result, tuple):
         if len(result) != 2:
             raise UsageError(

@@ -74,11 +74,17 @@ APPLIED = frozenset(
         "data.prefetch",
         "data.shape_buckets",
         "data.workers",
+        "engine",
         "offload.activations",
         "offload.device_bytes",
         "offload.path",
         "parallel.data",
+        "parallel.expert",
+        "parallel.loss",
+        "parallel.plan",
+        "parallel.sequence",
         "parallel.shard",
+        "parallel.tensor",
         "precision.dtype",
         "precision.float8",
         "precision.loss_scale",
@@ -172,13 +178,17 @@ class Accumulation(_Section):
 class Parallel(_Section):
     """The degrees of each kind of parallelism. ``data = "auto"``: every rank that is left over.
 
-    ``shard`` is the size of the group that ZeRO shards over; left alone, all data-parallel ranks.
+    ``shard`` is the size of the group that ZeRO shards over; left alone, all data-parallel ranks. ``sequence`` and ``loss``
+    say what else is divided by ``tensor``: norms and residuals by the sequence, the loss by the vocabulary. ``plan`` maps
+    patterns of module names to how they are cut, where that is not found.
     """
 
     data: int | Literal["auto"] = _key("auto", int, least=1, auto=True)
     shard: int | Literal["auto"] | None = _key(None, int, least=1, auto=True)
     tensor: int = _key(1, int, least=1)
     sequence: bool = _key(False, bool)
+    loss: bool = _key(False, bool)
+    plan: Mapping[str, Any] | None = _key(None, dict)
     context: int = _key(1, int, least=1)
     expert: int = _key(1, int, least=1)
     pipeline: int = _key(1, int, least=1)
@@ -320,6 +330,20 @@ class Config:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UnreadableInput(f"{path} is not TOML: {error}") from error
         return cls.from_dict(tables, source=str(path))
+
+    @classmethod
+    def from_deepspeed(cls, source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Config:
+        """From DeepSpeed's JSON, a path or a dictionary; see :func:`trine.optim.dialects.read_deepspeed`."""
+        from trine.optim.dialects import read_deepspeed
+
+        return read_deepspeed(source, ranks=ranks).config
+
+    @classmethod
+    def from_accelerate(cls, source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Config:
+        """From Accelerate's YAML, a path or a dictionary; see :func:`trine.optim.dialects.read_accelerate`."""
+        from trine.optim.dialects import read_accelerate
+
+        return read_accelerate(source, ranks=ranks).config
 
     def to_dict(self) -> dict[str, Any]:
         """Nested tables of the keys that differ from their default: what this configuration changes."""

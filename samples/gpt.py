@@ -73,7 +73,9 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        #: Of this rank, where they are spread over several: how many there are is read off the projection's width.
         self.heads = config.heads
+        self.head_size = config.hidden // config.heads
         self.dropout = config.dropout
         self.implementation = config.attention
         self.fusable = {"rotary": "rotary"} if config.positions == "rotary" else {}
@@ -98,8 +100,8 @@ class Attention(nn.Module):
         self, x: torch.Tensor, visible: Visible | None = None, tables: Tables | None = None
     ) -> torch.Tensor:
         """Of (batch, sequence, hidden). ``visible``: what tokens may see in packed rows; else all before them."""
-        batch, sequence, hidden = x.shape
-        split = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
+        batch, sequence, _ = x.shape
+        split = self.qkv(x).view(batch, sequence, 3, -1, self.head_size)
         query, key, value = split.permute(2, 0, 3, 1, 4)
         if tables is not None:
             rotate = regions.rotary if "rotary" in self.fused else regions.bodies.rotary
@@ -112,11 +114,11 @@ class Attention(nn.Module):
                 query, key, value, is_causal=True, dropout_p=dropout
             )
         else:
-            scores = query @ key.transpose(-2, -1) / math.sqrt(hidden // self.heads)
+            scores = query @ key.transpose(-2, -1) / math.sqrt(self.head_size)
             mask = self.mask[:sequence, :sequence] if visible is None else visible
             scores = scores.masked_fill(~mask, float("-inf"))  # type: ignore[operator]
             mixed = functional.dropout(scores.softmax(-1), dropout, self.training) @ value
-        result: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
+        result: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))
         return result
 
 

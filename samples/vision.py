@@ -101,6 +101,7 @@ class Attention(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        self.head_size = config.hidden // config.heads
         self.implementation = "manual"
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
@@ -113,15 +114,15 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of (batch, patches, hidden)."""
-        batch, patches, hidden = x.shape
-        split = self.qkv(x).view(batch, patches, 3, self.heads, hidden // self.heads)
+        batch, patches, _ = x.shape
+        split = self.qkv(x).view(batch, patches, 3, -1, self.head_size)
         query, key, value = split.permute(2, 0, 3, 1, 4)
         if self.implementation == "sdpa":
             mixed = functional.scaled_dot_product_attention(query, key, value)
         else:
-            scores = query @ key.transpose(-2, -1) * (hidden // self.heads) ** -0.5
+            scores = query @ key.transpose(-2, -1) * self.head_size**-0.5
             mixed = scores.softmax(-1) @ value
-        result: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, patches, hidden))
+        result: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, patches, -1))
         return result
 
 

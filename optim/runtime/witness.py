@@ -20,11 +20,12 @@ import torch
 from trine.optim.runtime.adoption import named_parameters
 from trine.optim.runtime.fingerprints import bits_of, shard_of, sketch_of, whole
 from trine.optim.runtime.recomputation import RecomputationWatch
+from trine.optim.runtime.tensor_plans import in_given_order
 from trine.record.events import listen
 
 if TYPE_CHECKING:
     from trine.optim.config import Config
-    from trine.optim.techniques._assembly import Assembly
+    from trine.optim.techniques._assembly import Assembly, Reordered
 
 __all__ = ["WATCHED_STEPS", "Witness", "seed_all"]
 
@@ -66,6 +67,7 @@ class Witness:
         self._loss: float | None = None  # of the step that is running, by a loop without an engine
         self._parts = 0
         self._parameters: Callable[[], dict[str, torch.Tensor]] = dict
+        self._orders: Callable[[], dict[str, Reordered]] = dict
         self._written = False
         self._place: dict[str, Any] | None = None  # read while the process group is alive
         self._undo: list[Callable[[], None]] = []
@@ -89,6 +91,7 @@ class Witness:
             "effects": [str(effect) for effect in assembly.effects],
         }
         self._parameters = lambda: dict(assembly.parameters)
+        self._orders = lambda: assembly.reordered
         self._watch_recomputation(assembly.model)
         assembly.inspect.append(self._take_gradients)
         assembly.after_update.append(lambda stepped: self._take_replicas())
@@ -174,7 +177,7 @@ class Witness:
         for name, parameter in self._parameters().items():
             if parameter.grad is None:
                 continue
-            gradient = whole(parameter.grad)
+            gradient = in_given_order(whole(parameter.grad), self._orders().get(name))
             gradient = gradient if scale is None else gradient / scale
             total += float(gradient.double().square().sum())
             self._sketches[f"{step}/{name}"] = sketch_of(gradient)

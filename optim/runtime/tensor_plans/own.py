@@ -1,0 +1,67 @@
+"""Plans of the user's: patterns of module names, each with a style.
+
+    [parallel.plan]
+    "blocks.*.mixer.in" = "column"
+    "blocks.*.mixer.out" = "row"
+
+``*`` stands for any part of a name. Styles: ``column`` and ``row`` cut a linear layer by its outputs and inputs, ``qkv``
+and ``gate_up`` by the outputs of three or two equal matrices that lie side by side, ``embedding`` and ``head`` by the
+vocabulary; ``sequence`` is a norm between the cut regions, and ``replicate`` keeps a module whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from trine.optim.runtime.tensor_plans.roles import is_linear
+from trine.record.errors import UsageError
+
+__all__ = ["STYLES", "styles_of"]
+
+STYLES = ("column", "row", "qkv", "gate_up", "embedding", "head", "sequence", "replicate")
+_LINEAR = frozenset({"column", "row", "qkv", "gate_up", "head"})
+
+
+def styles_of(model: nn.Module, own: Mapping[str, str], is_stage: bool = False) -> dict[str, str]:
+    """Module name → style; the last pattern that matches holds.
+
+    Raises ``UsageError`` for what matches nothing, but in a pipeline's stage, and for a style that the module cannot have.
+    """
+    found: dict[str, str] = {}
+    named = dict(model.named_modules())
+    for pattern, style in own.items():
+        if style not in STYLES:
+            raise UsageError(
+                f'parallel.plan: "{pattern}" is to be {style!r}: a style is one of {", ".join(STYLES)}'
+            )
+        matched = [name for name in named if name and _matches(pattern, name)]
+        if not matched and not is_stage:
+            listed = ", ".join(name for name in named if name and name.count(".") <= 1)[:200]
+            raise UsageError(f'parallel.plan: no module is called "{pattern}"; there are {listed}')
+        for name in matched:
+            if style in _LINEAR and not is_linear(named[name]):
+                raise UsageError(
+                    f'parallel.plan: {name} is a {type(named[name]).__name__}, and "{style}" cuts a linear layer'
+                )
+            if style == "embedding" and not isinstance(named[name], nn.Embedding):
+                raise UsageError(
+                    f'parallel.plan: {name} is a {type(named[name]).__name__}, and "embedding" cuts an nn.Embedding'
+                )
+            found[name] = style
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """By the parts of a name, as ``checkpointing.modules``: ``*`` stays within one part, ``**`` spans any number."""
+    return _parts_match(pattern.split("."), name.split("."))
+
+
+def _parts_match(pattern: list[str], parts: list[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_parts_match(pattern[1:], parts[start:]) for start in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _parts_match(pattern[1:], parts[1:])
