@@ -76,9 +76,19 @@ APPLIED = frozenset(
         "data.workers",
         "engine",
         "offload.activations",
+        "offload.cpu_bytes",
         "offload.device_bytes",
+        "offload.optimizer",
+        "offload.overlap",
+        "offload.parameters",
         "offload.path",
+        "offload.tile_mib",
+        "parallel.chunks",
         "parallel.data",
+        "parallel.microbatches",
+        "parallel.pipeline",
+        "parallel.schedule",
+        "parallel.split",
         "parallel.expert",
         "parallel.loss",
         "parallel.plan",
@@ -195,7 +205,7 @@ class Parallel(_Section):
     schedule: str | None = _key(None, str)
     chunks: int = _key(1, int, least=1)
     microbatches: int | None = _key(None, int, least=1)
-    split: tuple[str, ...] = _key((), tuple)
+    split: tuple[str, ...] | str = _key((), tuple, str, auto=True)
 
 
 @dataclass(frozen=True)
@@ -244,10 +254,12 @@ class Checkpointing(_Section):
 
 @dataclass(frozen=True)
 class Offload(_Section):
-    """State that lives off the device."""
+    """State that lives off the device. ``auto``: by heat on the device, the host and, with ``path``, a disk, under
+    ``device_bytes`` and ``cpu_bytes`` of each rank. ``tile_mib`` counts parameters whose update is one tile.
+    """
 
-    optimizer: str = _key("none", choices=("none", "cpu", "nvme"))
-    parameters: str = _key("none", choices=("none", "cpu", "nvme"))
+    optimizer: str = _key("none", choices=("none", "cpu", "nvme", "auto"))
+    parameters: str = _key("none", choices=("none", "cpu", "nvme", "auto"))
     activations: str = _key("none", choices=("none", "cpu", "nvme"))
     path: str | None = _key(None, str)
     tile_mib: float | None = _key(None, float, above=0)

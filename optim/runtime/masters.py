@@ -63,6 +63,9 @@ class Masters:
             for held in group["params"]:
                 if held.is_floating_point() and held.element_size() < 4:
                     self._masters[held] = nn.Parameter(_wide(held, whole.get(names.get(id(held), ""))))
+        self._held = {master: held for held, master in self._masters.items()}
+        #: Masters whose new values are rounded into the model tile by tile, as their update goes.
+        self.by_tiles: set[nn.Parameter] = set()
         self._names = {names[id(held)]: held for held in self._masters if id(held) in names}
         replace_parameters(assembly, self._masters, lambda value, new: value.to(new.dtype))
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # fp32 sums of a step's earlier micro-batches
@@ -78,6 +81,10 @@ class Masters:
             self._between(wanted)
 
         assembly.synchronise = synchronise
+
+    def held_of(self, master: nn.Parameter) -> torch.Tensor | None:
+        """What it is the master of; ``None`` for another parameter."""
+        return self._held.get(master)
 
     @property
     def count(self) -> int:
@@ -106,20 +113,25 @@ class Masters:
         for held, master in self._masters.items():
             gradient = held.grad
             earlier = self._sums.pop(held, None)
-            wide = None if gradient is None else gradient.to(master.dtype)
+            # Masters may lie in the host's memory.
+            wide = None if gradient is None else gradient.to(local(master).device).to(master.dtype)
             if earlier is not None:
+                earlier = earlier.to(local(master).device)
                 wide = earlier if wide is None else wide.add_(earlier)
             master.grad = wide
             held.grad = None
 
     def _publish(self, stepped: bool) -> None:
         """Round the masters into what the model computes with."""
-        if not stepped:
-            return
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [local(held) for held in self._masters], [local(master) for master in self._masters.values()]
-            )
+        if stepped:
+            self._round([held for held, master in self._masters.items() if master not in self.by_tiles])
+
+    def _round(self, every: list[torch.Tensor]) -> None:
+        if every:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [local(held) for held in every], [local(self._masters[held]) for held in every]
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Name → master; a model's own state dictionary has them rounded."""
@@ -131,7 +143,7 @@ class Masters:
         with torch.no_grad():
             for name, held in self._names.items():
                 self._masters[held].copy_(state[name])
-        self._publish(True)
+        self._round(list(self._masters))
 
 
 def _wide(held: torch.Tensor, original: torch.Tensor | None) -> torch.Tensor:

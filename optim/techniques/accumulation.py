@@ -41,7 +41,6 @@ KEYS = (
     "accumulation.global_batch",
     "accumulation.delayed",
     "accumulation.delayed_warmup_steps",
-    "offload.device_bytes",
 )
 ORDER = 60
 QUANTITY = "activation bytes; synchronisations per sample"
@@ -75,13 +74,7 @@ class Plan:
 
 
 def refusal(config: Config) -> str | None:
-    """Only ``auto`` has a use for the bytes of the device."""
-    accumulation = config.accumulation
-    if config.offload.device_bytes is not None and "auto" not in (
-        accumulation.steps,
-        accumulation.micro_batch,
-    ):
-        return 'offload.device_bytes limits accumulation.micro_batch = "auto" in this version: set that as well, or drop it'
+    """Everything of these keys can be applied."""
     return None
 
 

@@ -169,11 +169,6 @@ def _check_other_keys(config: Config) -> None:
             f"accumulation.delayed and zero.stage = {stage} cannot be combined: the delayed gradient would be kept "
             "whole on every rank. Drop one of them"
         )
-    for key in ("offload.optimizer", "offload.parameters"):
-        if config[key] != "none":
-            raise UsageError(
-                f"{key} and zero.stage = {stage} cannot be combined in this version: drop one of them"
-            )
     if stage == 1:
         return
     for key in _OF_DDP:
