@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["clip_gradients", "placed", "step_on_shards"]
+__all__ = ["clip_gradients", "placed", "step_on_shards", "steps_by_element"]
 
 #: Their update of an element depends on nothing but that element (torch/optim/*.py).
 _BY_ELEMENT = (
@@ -41,9 +41,14 @@ def placed(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined,no-untyped-call]
 
 
+def steps_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its update of a part of a parameter is known to be that part of the whole's."""
+    return type(optimizer) in _BY_ELEMENT
+
+
 def step_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Let the optimizer step on plain shards from now on; false for one that is not PyTorch's own."""
-    if type(optimizer) not in _BY_ELEMENT:
+    if not steps_by_element(optimizer):
         return False
     swapped: list[_Swap] = []
 

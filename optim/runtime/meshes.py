@@ -20,6 +20,8 @@ __all__ = ["alone_mesh", "data_mesh", "flat_mesh", "group_of", "world_mesh"]
 
 _made: dict[tuple[Any, ...], tuple[Any, DeviceMesh]] = {}
 
+#: A dimension of one rank.
+_ALONE = "alone"
 #: What dense parameters are sharded over: experts see other batches, contexts other tokens.
 _SHARDED = ("shard", "expert", "context")
 
@@ -29,6 +31,9 @@ def world_mesh(facts: Facts) -> DeviceMesh:
     layout = facts.layout
     names = tuple(name for name in DIMENSIONS if layout.size(name) > 1) or ("replicate",)
     sizes = tuple(layout.size(name) for name in names)
+    if layout.expert > 1 and layout.size("replicate", "shard", "context") == 1:
+        # FSDP2 joins the mesh of experts with the one that it averages over: both must be parts of this one.
+        names, sizes = (*names, _ALONE), (*sizes, 1)
     world = distributed.group.WORLD
     key = (id(world), facts.device_type, names, sizes)
     if key not in _made:
@@ -78,15 +83,8 @@ def data_mesh(facts: Facts, sharded: bool, without: str | None = None) -> Device
 
 
 def alone_mesh(facts: Facts) -> DeviceMesh:
-    """Of this rank alone, for what wants a mesh where there is nobody to share with. Collective when made first."""
-    world = world_mesh(facts)
-    key = (id(world), "alone")
-    if key not in _made:
-        ranks = facts.layout.ranks
-        groups = [distributed.new_group([rank]) for rank in range(ranks)]
-        own = groups[facts.rank]
-        _made[key] = (groups, DeviceMesh.from_group(own, facts.device_type, mesh_dim_names=("alone",)))
-    return _made[key][1]
+    """Of this rank alone, for what wants a mesh where experts have no replicas to average with."""
+    return world_mesh(facts)[_ALONE]
 
 
 def _wide(facts: Facts, dimensions: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from trine.optim.runtime.adoption import replace_parameters, retire, unwrapped
@@ -127,26 +128,23 @@ def _view(gradient: torch.Tensor, rows: tuple[int, int] | None, held: nn.Paramet
 
 
 def shard_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's part of ``value`` (which every rank has whole), placed as ``parameter`` is. A copy of its own."""
+    """This rank's part of ``value``, placed as ``parameter`` is. A copy of its own.
+
+    Every rank has ``value`` whole, or spread as the inner dimensions of the parameter's mesh have it already.
+    """
     like = cast(DTensor, parameter)
-    local = value
-    for dimension, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
+    spread = value.device_mesh.ndim if isinstance(value, DTensor) else 0
+    local: torch.Tensor = value._local_tensor if isinstance(value, DTensor) else value
+    for dimension, placement in enumerate(like.placements[: like.device_mesh.ndim - spread]):
+        if placement.is_shard() or isinstance(placement, _StridedShard):
             start, end = rows_of(
-                local.shape[placement.dim],
+                local.shape[cast(Shard, placement).dim],
                 like.device_mesh.size(dimension),
                 like.device_mesh.get_local_rank(dimension),
             )
-            local = local.narrow(placement.dim, start, end - start)
+            local = local.narrow(cast(Shard, placement).dim, start, end - start)
     # A view would keep the whole alive.
-    return DTensor.from_local(
-        local.clone(memory_format=torch.contiguous_format),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=torch.empty(value.shape, device="meta").stride(),
-    )
+    return placed(local.clone(memory_format=torch.contiguous_format), like)
 
 
 # --- stages 2 and 3 ----------------------------------------------------------------------------
@@ -242,17 +240,23 @@ def _wrap_spread(
 ) -> None:
     """A module whose parameters differ along ``dimension``: averaged, or sharded, over the other ranks alone.
 
-    Its gradients are sums over the batches of that dimension's ranks already, so the mean divides by all data ranks.
+    Its gradients are means over that dimension's ranks already, by its own backward: FSDP2's divide factor needs an operation
+    that gloo has not (PREMUL_SUM), and is applied twice where a rank is alone and in fp16 or fp64.
     """
-    facts = assembly.facts
-    total = facts.layout.size("replicate", "shard", "expert", "context")
-    mesh = data_mesh(facts, sharded=assembly.config.zero.stage > 0, without=dimension)
-    if (
-        mesh is None
-    ):  # nobody else holds them: FSDP2 over this rank alone still divides, and has one form of everything
-        mesh = alone_mesh(facts)
-    wrapping.wrap(spread, mesh=mesh, mp_policy=policies.inner, **wrapping.inside)
-    cast(FSDPModule, spread).set_gradient_divide_factor(float(total))
+    mesh = data_mesh(assembly.facts, sharded=assembly.config.zero.stage > 0, without=dimension)
+    if mesh is None:  # nobody else holds them: over this rank alone, so that everything has one form
+        mesh = alone_mesh(assembly.facts)
+    placed_by = {"shard_placement_fn": _across(spread, mesh)} if wrapping.wrap is fully_shard else {}
+    wrapping.wrap(spread, mesh=mesh, mp_policy=policies.inner, **wrapping.inside, **placed_by)
+
+
+def _across(spread: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard] | None:
+    """Shards of the second dimension where the first, of which each rank has few, does not divide evenly."""
+    shards = mesh.size(mesh.ndim - 1)
+    local = [cast(DTensor, parameter)._local_tensor for parameter in spread.parameters()]
+    if all(part.shape[0] % shards == 0 for part in local) or any(part.shape[1] % shards for part in local):
+        return None
+    return lambda parameter: Shard(1)
 
 
 @dataclass(frozen=True, slots=True)
