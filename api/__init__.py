@@ -17,13 +17,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trine.analyzers import analyze as analyze
     from trine.optim import Config as Config
+    from trine.optim import latest_checkpoint as latest_checkpoint
     from trine.optim import layout_of as layout_of
     from trine.optim import optimize as optimize
     from trine.profiler import profile as profile
     from trine.record import load as load
     from trine.record.errors import TrineError as TrineError
 
-__all__ = ["Config", "TrineError", "__version__", "analyze", "layout_of", "load", "optimize", "profile"]
+__all__ = [
+    "Config",
+    "TrineError",
+    "__version__",
+    "analyze",
+    "latest_checkpoint",
+    "layout_of",
+    "load",
+    "optimize",
+    "profile",
+]
 
 __version__ = "0.1.0"
 
@@ -31,6 +42,7 @@ _HOMES = {
     "analyze": "trine.analyzers",
     "load": "trine.record",
     "profile": "trine.profiler",
+    "latest_checkpoint": "trine.optim",
     "layout_of": "trine.optim",
     "optimize": "trine.optim",
     "Config": "trine.optim",

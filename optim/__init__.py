@@ -12,13 +12,16 @@ from trine.optim.config import Config
 from trine.optim.layout import Layout, layout_of
 
 if TYPE_CHECKING:
+    from trine.optim._persistence import latest_checkpoint as latest_checkpoint
     from trine.optim.engine import Engine as Engine
     from trine.optim.engine import optimize as optimize
 
-__all__ = ["Config", "Engine", "Layout", "layout_of", "optimize"]
+__all__ = ["Config", "Engine", "Layout", "latest_checkpoint", "layout_of", "optimize"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Engine", "optimize"):
         return getattr(import_module("trine.optim.engine"), name)
+    if name == "latest_checkpoint":
+        return import_module("trine.optim._persistence").latest_checkpoint
     raise AttributeError(f"module 'trine.optim' has no attribute {name!r}")

@@ -24,7 +24,7 @@ from trine.optim._agreement import agreed
 from trine.optim._facts import facts_of, require_trainable
 from trine.optim._inputs import (
     as_config,
-    length_of,
+    plain,
     require_count,
     require_iterable,
     require_loss,
@@ -37,12 +37,14 @@ from trine.optim._persistence import Persistent
 from trine.optim._stages import Staged
 from trine.optim.batches import Divisible, Gathered, size_of, to_device, tokens_of
 from trine.optim.config import Config
-from trine.optim.techniques import Assembly, Effect, Facts, require_applicable, techniques
+from trine.optim.techniques import Assembly, Effect, Facts, require_applicable, techniques_of
 from trine.record.errors import TrainingError, TrineError, UsageError
 from trine.record.events import emit, emit_metric, is_heard
 
 if TYPE_CHECKING:
     import torch
+
+    from trine.optim.runtime.update import Update
 
 __all__ = ["Engine", "optimize"]
 
@@ -104,8 +106,9 @@ def optimize(
         model, optimizer, config, facts, named_parameters(model), whole_steps=loss_fn is not None
     )
     assembly.first_names = first_names(model)
+    assembly.clip_norm = clip_norm
     try:
-        for technique in techniques():
+        for technique in techniques_of(config):
             technique.apply(assembly)
         count_when_heard(assembly)
         for finish in assembly.finish:
@@ -120,7 +123,7 @@ def optimize(
     for effect in assembly.effects:
         if facts.rank == 0:
             logger.info("%s", effect)
-    return Engine(assembly, loss_fn, clip_norm, scheduler, nonfinite)
+    return (assembly.engine or Engine)(assembly, loss_fn, clip_norm, scheduler, nonfinite)
 
 
 def _checked(model: Any, optimizer: Any, given: Any) -> tuple[Config, Facts]:
@@ -132,7 +135,7 @@ def _checked(model: Any, optimizer: Any, given: Any) -> tuple[Config, Facts]:
     require_applicable(config)
     require_trainable(model, optimizer)
     facts = facts_of(model, optimizer, config)
-    for technique in techniques():
+    for technique in techniques_of(config):
         technique.check(config, facts)
     return config, facts
 
@@ -183,13 +186,11 @@ class Engine(Staged, Persistent):
         scheduler: Any,
         nonfinite: Literal["raise", "skip", "allow"] = "raise",
     ) -> None:
-        from trine.optim.runtime.update import Update
-
         self.config = assembly.config
         self._assembly = assembly
         self._facts = assembly.facts
         self._loss_fn = loss_fn
-        self._update = Update(assembly, clip_norm, scheduler, nonfinite)
+        self._update = self._make_update(clip_norm, scheduler, nonfinite)
         self._index = 0  # of the step
         self._micro = 0  # micro-batches since the last optimizer step
         self._last_is_near = False  # the loader has no further batch
@@ -200,7 +201,13 @@ class Engine(Staged, Persistent):
         self._same_batches = False  # the ranks that share a batch were seen to
         self._described = -1  # effects that listeners know of
         self._loss: torch.Tensor | None = None  # of the step that is running
+        self._keep_state()
         self._close = weakref.finalize(self, _close_all, assembly.closers)
+
+    def _make_update(self, clip_norm: float | None, scheduler: Any, nonfinite: Any) -> Update:
+        from trine.optim.runtime.update import Update
+
+        return Update(self._assembly, clip_norm, scheduler, nonfinite)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -268,6 +275,7 @@ class Engine(Staged, Persistent):
         """Add this micro-batch's gradients. ``count``: tokens that ``loss`` is the mean of, to weigh it by."""
         self._require_usable()
         self._refuse_under_pipeline("engine.backward")
+        loss = plain(loss)
         require_loss(loss)
         if count is not None:
             require_count(count)
@@ -301,10 +309,10 @@ class Engine(Staged, Persistent):
         from the loader's batches.
         """
         require_iterable(loader)
+        given = loader
         for remake in self._assembly.loaders:
             loader = remake(loader)
-        iterator = iter(loader)
-        left = length_of(loader)
+        iterator, left = self._data.begin(given, loader)
         while True:
             self._begin_step()
             emit("phase", name="data")
@@ -319,12 +327,16 @@ class Engine(Staged, Persistent):
                 left -= 1
                 self._last_is_near = left == 0
             self._step_open = True
-            size = (size_of(batch), tokens_of(batch))
+            self._size, tokens = size_of(batch), tokens_of(batch)
+            passed = False
             try:
                 yield batch
+                passed = True
             finally:  # also when the loop is left early: the step ends there, if there was one
+                if passed or self._consumed:
+                    self._data.passed(self._size)
                 if self._consumed:
-                    self._close_step(*size)
+                    self._close_step(self._size, tokens)
                 else:
                     self._step_open = False
                     emit("step_cancel", index=self._index)
@@ -334,6 +346,7 @@ class Engine(Staged, Persistent):
                 self._micro,
                 self._assembly.accumulation,
             )
+        self._data.ended()
         self._last_is_near = False
         if self._broken is None:
             self.flush()

@@ -4,16 +4,15 @@
     masters/NAME          what the optimizer holds for a parameter, where that is a copy of it
     optimizer/NAME/KEY    the optimizer's state
 
-Names are the innermost model's, so that wrappers, sharding and the order of groups do not matter. Tensors are the live
-ones, a rank's shards where they are DTensors; ``RankState`` is the small rest.
+Names are those of the model that was given, the first where tensors are tied, so that wrappers, sharding, stages and the
+order of groups do not matter. Tensors are the live ones, a rank's shards where they are DTensors, and a rank has those
+that it holds. The small rest is common to all ranks, or a rank's own.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,19 +20,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trine.optim.runtime.adoption import plain_name
+from trine.optim.runtime.random_streams import random_streams, restore_random_streams
+from trine.optim.techniques._assembly import Reordered
 from trine.record.errors import UnreadableInput
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly, Stateful
 
 __all__ = [
+    "common_state",
     "local",
     "masters_of",
     "model_tensors",
+    "names_by_group",
     "optimizer_slots",
-    "rank_state",
+    "own_state",
+    "ranks_own",
+    "reordered_state",
     "require_same_groups",
-    "restore_rank_state",
+    "restore_common_state",
+    "restore_own_state",
     "state_tensors",
 ]
 
@@ -50,27 +56,34 @@ _OF_SCHEDULERS = frozenset(
 #: Techniques whose state is among the tensors by name.
 _BY_NAME = frozenset({"masters"})
 
+#: What modules keep beside parameters and buffers (``Module.get_extra_state``).
+_EXTRA = "_extra_state"
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+# --- tensors -----------------------------------------------------------------------------------
+
+
+def model_tensors(model: nn.Module, first_names: Mapping[str, str] | None = None) -> dict[str, torch.Tensor]:
     """``model/NAME`` → parameters and persistent buffers; tied ones once, under their first name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():  # FSDP2 frees gathered parameters for this
-        if isinstance(value, torch.Tensor) and id(value) not in seen:
+        if isinstance(value, torch.Tensor) and id(value) not in seen and not name.endswith(_EXTRA):
             seen.add(id(value))
-            found[f"model/{plain_name(name)}"] = value.detach()
+            plain = plain_name(name)
+            found[f"model/{(first_names or {}).get(plain, plain)}"] = value.detach()
     return found
 
 
 def masters_of(assembly: Assembly) -> dict[str, torch.Tensor]:
     """``masters/NAME`` → what the optimizer holds in storage of its own, such as an fp32 copy of a bf16 parameter."""
     own = {
-        plain_name(name): local(p).untyped_storage().data_ptr()
+        _first(assembly, name): local(p).untyped_storage().data_ptr()
         for name, p in assembly.model.named_parameters()
     }
     return {
@@ -80,18 +93,29 @@ def masters_of(assembly: Assembly) -> dict[str, torch.Tensor]:
     }
 
 
+def _first(assembly: Assembly, name: str) -> str:
+    plain = plain_name(name)
+    return assembly.first_names.get(plain, plain)
+
+
 def optimizer_slots(assembly: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, what the optimizer holds for it) of every parameter in its groups, frozen ones too."""
-    names = {id(p): plain_name(name) for name, p in assembly.model.named_parameters()}
+    names = {id(p): _first(assembly, name) for name, p in assembly.model.named_parameters()}
     names.update((id(p), name) for name, p in assembly.parameters.items())
     for index, group in enumerate(assembly.optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             yield names.get(id(parameter), f"group {index} parameter {place}"), parameter
 
 
+def names_by_group(assembly: Assembly) -> list[list[str]]:
+    """Of each group of this rank's optimizer."""
+    names = iter(name for name, _ in optimizer_slots(assembly))
+    return [[next(names) for _ in group["params"]] for group in assembly.optimizer.param_groups]
+
+
 def state_tensors(assembly: Assembly) -> dict[str, torch.Tensor]:
-    """Every tensor that a checkpoint holds, by the names above. Every rank has the same names."""
-    found = model_tensors(assembly.model)
+    """Every tensor of a checkpoint that this rank has a part of, by the names above."""
+    found = model_tensors(assembly.model, assembly.first_names)
     found.update(masters_of(assembly))
     for name, parameter in optimizer_slots(assembly):
         for key, value in assembly.optimizer.state.get(parameter, {}).items():
@@ -100,70 +124,133 @@ def state_tensors(assembly: Assembly) -> dict[str, torch.Tensor]:
     return found
 
 
-# --- what is small, and a rank's own -----------------------------------------------------------
+def reordered_state(assembly: Assembly, tensors: Mapping[str, torch.Tensor]) -> dict[str, Reordered]:
+    """Name of a tensor of the state → its parameter's order; moments are ordered as their parameter is."""
+    if not assembly.reordered:
+        return {}
+    shapes = {name: tuple(held.shape) for name, held in assembly.parameters.items()}
+    found: dict[str, Reordered] = {}
+    for full, tensor in tensors.items():
+        kind, _, name = full.partition("/")
+        name = name.rpartition("/")[0] if kind == "optimizer" else name
+        order = assembly.reordered.get(name)
+        if order is not None and tuple(tensor.shape) == shapes.get(name, tuple(tensor.shape)):
+            found[full] = order
+    return found
 
 
-def rank_state(assembly: Assembly, scheduler: Any) -> dict[str, Any]:
-    """Groups, plain numbers of the optimizer, scheduler, random streams, and what techniques keep on this rank."""
+# --- what is small -----------------------------------------------------------------------------
+
+
+def ranks_own(assembly: Assembly) -> dict[str, Any]:
+    """Plain numbers of the optimizer's state, and what modules keep beside tensors, of what this rank has; often nothing."""
     numbers: dict[str, dict[str, Any]] = {}
     for name, parameter in optimizer_slots(assembly):
         values = assembly.optimizer.state.get(parameter, {})
         plain = {key: value for key, value in values.items() if not isinstance(value, torch.Tensor)}
         if plain:
             numbers[name] = plain
+    extra = {
+        plain_name(name): value
+        for name, value in assembly.model.state_dict(keep_vars=True).items()
+        if name.endswith(_EXTRA)
+    }
+    return {"numbers": numbers, "extra": extra} if numbers or extra else {}
+
+
+def common_state(
+    assembly: Assembly, scheduler: Any, names: list[list[str]], loose: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Groups with the ``names`` in them on any rank, scheduler, and ``loose``: what ranks have of :func:`ranks_own`."""
     groups = assembly.optimizer.param_groups
-    return {
+    found: dict[str, Any] = {
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
-        "names": _names_by_group(assembly),
-        "numbers": numbers,
-        "extra": {
-            plain_name(name): value
-            for name, value in assembly.model.state_dict(keep_vars=True).items()
-            if not isinstance(value, torch.Tensor)
-        },
+        "names": names,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "random": _random_streams(assembly.facts.device),
+        "numbers": {},
+        "extra": {},
+    }
+    for each in loose:
+        found["numbers"].update(each.get("numbers", {}))
+        found["extra"].update(each.get("extra", {}))
+    return found
+
+
+def own_state(assembly: Assembly) -> dict[str, Any]:
+    """Random streams, and what techniques keep on this rank."""
+    return {
+        "random": random_streams(assembly.facts.device),
         "techniques": {name: each.state_dict() for name, each in _own(assembly).items()},
     }
-
-
-def restore_rank_state(
-    assembly: Assembly, scheduler: Any, state: Mapping[str, Any], same_ranks: bool
-) -> None:
-    """Take it back. Random streams and what techniques keep are a rank's own: left alone unless ``same_ranks``."""
-    for group, saved in zip(assembly.optimizer.param_groups, state["groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key not in _OF_THE_RUN})
-    by_name = dict(optimizer_slots(assembly))
-    for name, values in state["numbers"].items():
-        assembly.optimizer.state[by_name[name]].update(values)
-    if scheduler is not None and state["scheduler"] is not None:
-        scheduler.load_state_dict(state["scheduler"])
-    elif scheduler is not None:
-        logger.warning("the checkpoint has no scheduler's state: the scheduler stays as it is")
-    kept = state["techniques"]
-    if not same_ranks:
-        lost = f", {', '.join(kept)} too" if kept else ""
-        logger.warning("the checkpoint is of another number of ranks: random streams start anew%s", lost)
-        return
-    for name, each in _own(assembly).items():
-        if name in kept:
-            each.load_state_dict(kept[name])
-        else:
-            logger.warning("the checkpoint holds nothing of %s, which starts anew", name)
-    _restore_random_streams(assembly.facts.device, state["random"])
 
 
 def _own(assembly: Assembly) -> dict[str, Stateful]:
     return {name: each for name, each in assembly.state.items() if name not in _BY_NAME}
 
 
-def require_same_groups(assembly: Assembly, state: Mapping[str, Any]) -> None:
-    """Raise ``UnreadableInput`` where the optimizer's groups hold other parameters than those that were saved."""
-    ours = _names_by_group(assembly)
-    if ours != state["names"]:
+def restore_common_state(assembly: Assembly, scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Take back what is common to all ranks."""
+    for group, saved in zip(assembly.optimizer.param_groups, state["groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key not in _OF_THE_RUN})
+    by_name = dict(optimizer_slots(assembly))
+    for name, values in state["numbers"].items():
+        if name in by_name:
+            assembly.optimizer.state[by_name[name]].update(values)
+    if state.get("extra"):
+        modules = {plain_name(f"{name}.{_EXTRA}"): module for name, module in assembly.model.named_modules()}
+        for name, value in state["extra"].items():
+            if name in modules:
+                modules[name].set_extra_state(value)
+    if scheduler is not None and state["scheduler"] is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    elif scheduler is not None:
+        logger.warning("the checkpoint has no scheduler's state: the scheduler stays as it is")
+
+
+def restore_own_state(
+    assembly: Assembly,
+    state: Mapping[str, Any],
+    states: Callable[[], list[Mapping[str, Any]]] | None = None,
+) -> None:
+    """Take back ``state``, this rank's own. ``states``: of all ranks that saved, where other ranks go on.
+
+    Then random streams go on from those of a rank that saw the same part of the data, and techniques are given all
+    states; those that cannot use them start anew, which is said.
+    """
+    kept = state["techniques"]
+    every: list[Mapping[str, Any]] | None = None
+    lost = []
+    for name, each in _own(assembly).items():
+        if name not in kept:
+            logger.warning("the checkpoint holds nothing of %s, which starts anew", name)
+        elif states is None:
+            each.load_state_dict(kept[name])
+        elif hasattr(each, "load_resharded"):
+            every = states() if every is None else every
+            each.load_resharded(
+                [one["techniques"][name] for one in every], assembly.facts.rank, assembly.facts.ranks
+            )
+        else:
+            lost.append(name)
+    if states is not None:
+        said = f"; {', '.join(lost)} starts anew" if lost else ""
+        logger.warning(
+            "the checkpoint is of other ranks, whose random streams go on here: other numbers are drawn%s",
+            said,
+        )
+    restore_random_streams(assembly.facts.device, state["random"])
+
+
+# --- of this run? ------------------------------------------------------------------------------
+
+
+def require_same_groups(assembly: Assembly, ours: Sequence[Sequence[str]], state: Mapping[str, Any]) -> None:
+    """Raise ``UnreadableInput`` where groups, with the names ``ours`` on any rank, hold others than those that were saved."""
+    saved = state["names"]
+    if [set(names) for names in ours] != [set(names) for names in saved]:
         raise UnreadableInput(
-            f"the checkpoint's optimizer has groups of {[len(each) for each in state['names']]} parameters, this one "
-            f"{[len(each) for each in ours]}, or in another order: make the groups as they were when it was saved"
+            f"the checkpoint's optimizer has groups of {[len(each) for each in saved]} parameters, this one "
+            f"{[len(each) for each in ours]}, or others: make the groups as they were when it was saved"
         )
     _require_same_settings(assembly, state["groups"])
 
@@ -178,30 +265,3 @@ def _require_same_settings(assembly: Assembly, groups: list[Mapping[str, Any]]) 
                 f"the checkpoint is of another optimizer: its groups have {alien[0]}, and {missing[0]}, which "
                 f"{type(assembly.optimizer).__name__} has, is not there"
             )
-
-
-def _names_by_group(assembly: Assembly) -> list[list[str]]:
-    names = iter(name for name, _ in optimizer_slots(assembly))
-    return [[next(names) for _ in group["params"]] for group in assembly.optimizer.param_groups]
-
-
-def _random_streams(device: torch.device) -> dict[str, Any]:
-    streams: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        streams["cuda"] = torch.cuda.get_rng_state(device)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        streams["numpy"] = (str(name), torch.from_numpy(keys.astype("int64")), *rest)
-    return streams
-
-
-def _restore_random_streams(device: torch.device, streams: Mapping[str, Any]) -> None:
-    torch.set_rng_state(streams["torch"].cpu())
-    random.setstate(streams["python"])
-    if device.type == "cuda" and "cuda" in streams:
-        torch.cuda.set_rng_state(streams["cuda"].cpu(), device)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in streams:
-        name, keys, *rest = streams["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))

@@ -1,0 +1,101 @@
+"""What a checkpoint is read into: whether it fits, and the optimizer's state, which a new optimizer has none of yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from trine.optim.runtime.local_steps import placed
+from trine.optim.runtime.training_state import model_tensors, optimizer_slots
+from trine.record.errors import UnreadableInput
+
+if TYPE_CHECKING:
+    from trine.optim.techniques._assembly import Assembly
+
+__all__ = ["Slots", "empty_slots", "put_masters", "put_slots", "require_fitting", "require_no_others"]
+
+#: (parameter's name, key) → optimizer state.
+Slots = dict[tuple[str, str], torch.Tensor]
+
+
+def _shape(described: Any) -> tuple[int, ...]:
+    return tuple(described.size if isinstance(described, TensorStorageMetadata) else described.shape)
+
+
+def _dtype(described: Any) -> torch.dtype:
+    if isinstance(described, TensorStorageMetadata):
+        return described.properties.dtype
+    found: torch.dtype = described.dtype
+    return found
+
+
+def require_fitting(source: object, wanted: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+    """Raise ``UnreadableInput`` where names or shapes that this rank wants are not in the checkpoint."""
+    missing = [key for key in wanted if key not in saved]
+    if missing:
+        raise UnreadableInput(f"{source} is of another model: it has no {missing[0].partition('/')[2]}")
+    for key, target in wanted.items():
+        if _shape(saved[key]) != tuple(target.shape):
+            raise UnreadableInput(
+                f"{source} is of another model: {key.partition('/')[2]} is {_shape(saved[key])} there and "
+                f"{tuple(target.shape)} here"
+            )
+
+
+def require_no_others(source: object, wanted: set[str], saved: Mapping[str, Any]) -> None:
+    """Raise ``UnreadableInput`` where the checkpoint's model has a tensor that no rank wants."""
+    extra = [key for key in saved if key.startswith("model/") and key not in wanted]
+    if extra:
+        raise UnreadableInput(f"{source} is of another model: this one has no {extra[0].partition('/')[2]}")
+
+
+def empty_slots(assembly: Assembly, saved: Mapping[str, Any]) -> Slots:
+    """(parameter's name, key) → a tensor to read optimizer state into, placed as the parameter is.
+
+    Made from what the checkpoint holds, for the parameters that this rank has: only a step of the optimizer's own would
+    make some.
+    """
+    slots: Slots = {}
+    by_name = dict(optimizer_slots(assembly))
+    group_of = {id(p): group for group in assembly.optimizer.param_groups for p in group["params"]}
+    for full, described in saved.items():
+        if not full.startswith("optimizer/"):
+            continue
+        name, _, key = full.removeprefix("optimizer/").rpartition("/")
+        parameter = by_name.get(name)
+        if parameter is None:
+            continue  # on another rank
+        shape, dtype = _shape(described), _dtype(described)
+        if shape == tuple(parameter.shape) and shape:
+            home = None if assembly.home_of is None else assembly.home_of(parameter, key)
+            if home is not None and home.dtype == dtype:  # in slower memory, straight into it
+                slots[name, key] = placed(home, parameter) if isinstance(parameter, DTensor) else home
+                continue
+            slots[name, key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            continue
+        group = group_of[id(parameter)]
+        # As torch.optim.Optimizer has it: the step count lies on the device only for kernels that read it there.
+        on_device = key != "step" or group.get("capturable") or group.get("fused")
+        slots[name, key] = torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    return slots
+
+
+def put_slots(assembly: Assembly, slots: Slots) -> None:
+    """Give the optimizer its state, in place of what it has."""
+    by_name = dict(optimizer_slots(assembly))
+    assembly.optimizer.state.clear()
+    for (name, key), value in slots.items():
+        assembly.optimizer.state[by_name[name]][key] = value
+
+
+def put_masters(assembly: Assembly, masters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+    """Masters that the checkpoint does not have are the parameters themselves, in the masters' precision."""
+    values = model_tensors(assembly.model, assembly.first_names)
+    with torch.no_grad():
+        for key, master in masters.items():
+            if key not in saved:
+                master.copy_(values[f"model/{key.removeprefix('masters/')}"])
