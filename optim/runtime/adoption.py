@@ -18,6 +18,8 @@ __all__ = ["first_names", "named_parameters", "plain_name", "replace_parameters"
 
 #: Parts of a name that wrappers put in, wherever they stand. DDP's ``module`` stands first alone.
 _INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+#: How the parts begin that stages of a pipeline put in.
+_OF_STAGES = "_pipeline_"
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -42,9 +44,13 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def plain_name(name: str) -> str:
     """A parameter's name as the innermost model has it."""
     parts = name.split(".")
-    while len(parts) > 1 and (parts[0] == "module" or parts[0] in _INSERTED):
+    while len(parts) > 1 and (parts[0] == "module" or _is_inserted(parts[0])):
         del parts[0]
-    return ".".join(part for part in parts if part not in _INSERTED)
+    return ".".join(part for part in parts if not _is_inserted(part))
+
+
+def _is_inserted(part: str) -> bool:
+    return part in _INSERTED or part.startswith(_OF_STAGES)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from trine.optim.runtime.pipelining.chain import LISTS
+from trine.optim.runtime.pipelining.placeholders import members_of
 from trine.record.errors import UsageError
 
 __all__ = ["odd_dtypes", "sharded_units"]
@@ -40,8 +42,8 @@ def sharded_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _lists(module: nn.Module, whole: int) -> Iterable[list[nn.Module]]:
-    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2:
-        members = list(module)
+    if isinstance(module, LISTS) and len(module) >= 2:
+        members = members_of(module)  # of a pipeline's stage, those that are there
         held = sum(p.numel() for p in module.parameters())
         if len({type(member) for member in members}) == 1 and held >= _LEAST_SHARE * whole:
             yield members

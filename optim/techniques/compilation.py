@@ -125,13 +125,19 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Members of the list of like modules that holds the most parameters; empty when there is none."""
     import torch
 
+    from trine.optim.runtime.pipelining.placeholders import members_of
+    from trine.optim.runtime.pipelining.stage_module import stages_of
+
+    stages = stages_of(model)
+    if stages != [model]:  # a rank with several stages of a pipeline
+        return [block for stage in stages for block in repeated_blocks(stage)]
     best: list[torch.nn.Module] = []
     weight = 0
     for module in model.modules():
         if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) or len(module) < 2:
             continue
-        members = list(module)
-        if len({type(member) for member in members}) > 1:
+        members = members_of(module)
+        if len({type(member) for member in members}) != 1:
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
         if size > weight:

@@ -1,0 +1,187 @@
+"""What a pipeline will be: its stages, their blocks, its schedule and its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trine.optim.batches import Gathered, joined, pieces_of, size_of
+from trine.optim.runtime.pipelining.chain import Chain, chain_of
+from trine.optim.runtime.pipelining.costs import Costs, estimated
+from trine.optim.runtime.pipelining.schedules import Schedule, ideal_bubble, schedule_of
+from trine.optim.runtime.pipelining.split import equal_numbers, partition, stage_costs, stages_of_rank
+from trine.record.errors import UsageError
+
+if TYPE_CHECKING:
+    from trine.optim.config import Config
+    from trine.optim.techniques._assembly import Facts
+
+__all__ = ["LARGEST_BUBBLE", "Plan", "chosen_microbatches", "plan_of"]
+
+#: Of the ideal, when micro-batches are chosen.
+LARGEST_BUBBLE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Decided alike on every rank."""
+
+    chain: Chain
+    schedule: Schedule
+    ranks: int  # of the pipeline
+    chunks: int  # stages a rank
+    begins: tuple[int, ...]  # first block of each stage
+    costs: Costs
+    why: str
+    microbatches: int | None  # None: chosen by the batch
+
+    @property
+    def stages(self) -> int:
+        """Of all ranks."""
+        return self.ranks * self.chunks
+
+    def blocks(self, stage: int) -> tuple[int, int]:
+        """First block of a stage, and the one behind its last."""
+        ends = (*self.begins[1:], len(self.chain))
+        return self.begins[stage], ends[stage]
+
+    def local(self, place: int) -> tuple[int, ...]:
+        """The stages of the rank at this place of the pipeline."""
+        return stages_of_rank(place, self.ranks, self.chunks, self.schedule.turned)
+
+    def ideal(self, microbatches: int) -> float:
+        """The schedule's bubble with so many, and even stages."""
+        return ideal_bubble(self.schedule, self.ranks, self.chunks, microbatches)
+
+    def spelled(self) -> str:
+        """Blocks and share of the cost of each stage, for people."""
+        sums = stage_costs(self.costs.blocks, self.begins, self.costs.before, self.costs.behind)
+        whole = sum(sums) or 1.0
+        said = []
+        for stage, cost in enumerate(sums):
+            first, end = self.blocks(stage)
+            names = self.chain.names[first]
+            if end - first > 1:
+                names += f"…{self.chain.names[end - 1].rpartition('.')[2]}"
+            said.append(f"{names} {cost / whole:.0%}")
+        return ", ".join(said)
+
+
+def plan_of(config: Config, facts: Facts) -> Plan:
+    """By the configuration and the model. Raises ``UsageError`` that names the key which cannot be met."""
+    parallel = config.parallel
+    schedule = schedule_of(parallel.schedule, parallel.chunks)
+    chunks = parallel.chunks if parallel.chunks > 1 else schedule.default_chunks()
+    if chunks > 1 and not schedule.several:
+        raise UsageError(
+            f'parallel.chunks = {chunks}: the schedule {schedule.name} runs one stage a rank: use "interleaved", '
+            '"looped_bfs" or "interleaved_zero_bubble", or take parallel.chunks out'
+        )
+    if schedule.turned and chunks != 2:
+        raise UsageError(
+            f"parallel.chunks = {chunks}: {schedule.name} goes along the ranks and back, with 2 stages a rank: take the key out"
+        )
+    begins = parallel.split if isinstance(parallel.split, tuple) else ()
+    chain = chain_of(facts.model, begins)
+    ranks = parallel.pipeline
+    stages = ranks * chunks
+    if len(chain) < stages:
+        raise UsageError(
+            f"parallel.pipeline = {ranks}{f' with {chunks} stages a rank' if chunks > 1 else ''} makes {stages} stages, and "
+            f"{chain.container or type(facts.model).__name__} has {len(chain)} blocks: use at most {len(chain)} stages"
+        )
+    costs = estimated(facts.model, chain)
+    cuts, why = _cuts(parallel.split, chain, ranks, chunks, schedule, costs)
+    wanted = parallel.microbatches or _of_accumulation(config)
+    if wanted is not None:
+        _require_runnable(
+            schedule,
+            ranks,
+            chunks,
+            wanted,
+            "parallel.microbatches" if parallel.microbatches else "accumulation.steps",
+        )
+    return Plan(chain, schedule, ranks, chunks, cuts, costs, why, wanted)
+
+
+def _of_accumulation(config: Config) -> int | None:
+    steps = config.accumulation.steps
+    return steps if isinstance(steps, int) and steps > 1 else None
+
+
+def _require_runnable(schedule: Schedule, ranks: int, chunks: int, microbatches: int, key: str) -> None:
+    problem = schedule.problem(ranks, chunks, microbatches)
+    if problem:
+        raise UsageError(f"{key} = {microbatches}: {problem}")
+
+
+def _cuts(
+    split: Any, chain: Chain, ranks: int, chunks: int, schedule: Schedule, costs: Costs
+) -> tuple[tuple[int, ...], str]:
+    stages = ranks * chunks
+    if split == "layers":
+        return equal_numbers(len(chain), stages), "equal numbers of blocks"
+    if isinstance(split, tuple) and split:
+        return _named(split, chain, stages), "as the configuration names them"
+    cuts = partition(
+        costs.blocks, ranks, chunks, turned=schedule.turned, before=costs.before, behind=costs.behind
+    )
+    return cuts, f"equal {costs.kind} cost"
+
+
+def _named(split: Sequence[str], chain: Chain, stages: int) -> tuple[int, ...]:
+    if len(split) != stages - 1:
+        raise UsageError(
+            f"parallel.split names {len(split)} blocks, and {stages} stages begin at {stages - 1} beside the first"
+        )
+    places = [chain.names.index(name) for name in split]
+    if places != sorted(set(places)) or places[0] == 0:
+        raise UsageError(
+            f"parallel.split = {', '.join(split)}: the blocks stand in the model's order, and the first stage begins without "
+            "being named"
+        )
+    return (0, *places)
+
+
+def chosen_microbatches(plan: Plan, batch: int) -> int:
+    """As few as keep the ideal bubble below :data:`LARGEST_BUBBLE`, of those that divide a batch of so many samples.
+
+    Where none does, the most that the schedule can run. Raises ``UsageError`` where it can run none.
+    """
+    able = [
+        count
+        for count in range(1, batch + 1)
+        if batch % count == 0 and plan.schedule.problem(plan.ranks, plan.chunks, count) is None
+    ]
+    if not able:
+        problem = plan.schedule.problem(plan.ranks, plan.chunks, batch)
+        raise UsageError(
+            f"parallel.pipeline: a batch of {batch} cannot be cut for its schedule: {problem or 'it is empty'}; use larger "
+            'batches, or parallel.schedule = "1f1b"'
+        )
+    return next((count for count in able if plan.ideal(count) <= LARGEST_BUBBLE), able[-1])
+
+
+class Cutter:
+    """Cuts each batch into the plan's micro-batches, or chosen ones; tells what it chose."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._chosen: dict[int, int] = {}  # samples of a batch → micro-batches
+
+    @property
+    def chosen(self) -> dict[int, int]:
+        """What was chosen, by the samples of a batch."""
+        return self._chosen
+
+    def __call__(self, batch: Any) -> list[Any]:
+        """A batch's micro-batches, along its first dimension."""
+        if isinstance(batch, Gathered):
+            batch = joined(batch.parts, "parallel.microbatches")
+        if self._plan.microbatches is not None:
+            return pieces_of(batch, self._plan.microbatches, "parallel.microbatches")
+        size = size_of(batch) or 0
+        if size not in self._chosen:
+            self._chosen[size] = chosen_microbatches(self._plan, size)
+        return pieces_of(batch, self._chosen[size], "parallel.microbatches")

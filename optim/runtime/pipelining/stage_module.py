@@ -1,0 +1,312 @@
+"""One stage of a pipeline: the whole model's forward, with everything that other stages own replaced.
+
+    stage(received, position=3)    the hidden state that the next stage begins with; of the last stage the loss
+
+The model tree is copied shallowly along the way to its list of blocks, so that names, keyword arguments, masks and the
+model's own code stay; modules that the stage owns are the given ones. The program's loss function is called on every stage:
+it is left by an exception, which no program catches, where the first block of the next stage is called. What stands between
+two blocks in the model's code therefore runs once, on the earlier stage.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from trine.optim.runtime.pipelining.chain import Chain
+from trine.optim.runtime.pipelining.placeholders import (
+    Absent,
+    Skipped,
+    StandIn,
+    reached,
+    stood_in,
+)
+from trine.record.errors import TrainingError, UsageError
+
+__all__ = ["LocalStages", "Stage", "Task", "stages_of"]
+
+
+class _Left(BaseException):
+    """The stage ends here, with this hidden state. No ``except Exception`` of a program's catches it."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass(slots=True)
+class Task:
+    """What the stages of a rank run now. ``losses`` as the engine has it."""
+
+    pieces: list[Any] = field(default_factory=list)
+    losses: Callable[[Any, Any, int], torch.Tensor] | None = None
+    #: How many values a block returns in a tuple; ``None`` for a tensor alone. Blocks of one model are alike.
+    returned: int | None = None
+
+
+class Stage(nn.Module):
+    """Stage ``index`` of ``count``, with blocks ``first`` to ``end`` of the chain, the end excluded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chain: Chain,
+        index: int,
+        count: int,
+        blocks: tuple[int, int],
+        device: torch.device,
+        shared: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__()
+        self.index, self.count = index, count
+        self.first, self.end = blocks
+        self.chain_names = chain.names
+        self._device = device
+        self._hidden_name = next(iter(inspect.signature(chain.blocks[0].forward).parameters), "")
+        self._copies: list[tuple[nn.Module, nn.Module]] = []  # of a container, and what it is a copy of
+        self._pipeline_model = self._hollow(model, chain, shared)
+        self._modes = [original.training for _, original in self._copies]
+        object.__setattr__(self, "task", Task())
+        self._received: torch.Tensor | None = None
+        self._next = -1  # block that is to be called; −1 while no forward runs
+        self._dtype = torch.float32  # of the hidden state
+        self._is_checked = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins with the batch."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with the loss."""
+        return self.index == self.count - 1
+
+    @property
+    def model(self) -> nn.Module:
+        """What the program's loss function is called with."""
+        return self._pipeline_model
+
+    def forward(self, *received: torch.Tensor, position: int = -1) -> torch.Tensor:
+        """Micro-batch ``position`` of the task. ``received``: nothing on the first stage, else the hidden state."""
+        task: Task = self.task
+        if task.losses is None:
+            raise UsageError(
+                "parallel.pipeline: this rank holds a part of the model, which does not run alone: use engine.train_step"
+                "(batch), and engine.evaluate(batch) without gradients"
+            )
+        self._follow()
+        self._received = received[0] if received else None
+        self._next = 0
+        try:
+            loss = task.losses(self.model, task.pieces[position], position)
+        except _Left as left:
+            return self._checked(_sendable(left.hidden))
+        finally:
+            self._next, self._received = -1, None
+        if not self.is_last:
+            raise TrainingError(
+                f"parallel.pipeline: the loss function returned on stage {self.index} of {self.count} before the model called "
+                f"{self.chain_names[self.end]}: a pipeline runs models that call their blocks in order, each step alike"
+            )
+        return self._checked(loss)
+
+    def _follow(self) -> None:
+        """A program may set the mode of the model that it gave, as well as that of ``engine.model``."""
+        modes = [original.training for _, original in self._copies]
+        for (copy, _), mode, before in zip(self._copies, modes, self._modes, strict=True):
+            if mode != before:
+                copy.training = mode
+        self._modes = modes
+
+    # --- what happens at blocks --------------------------------------------------------------------
+
+    def watch_blocks(self) -> None:
+        """See each own block's call before any hook: FSDP2, which was there before, is to see what was received.
+
+        To be called last, when blocks are compiled and wrapped.
+        """
+        own = [self.model.get_submodule(name) for name in self.chain_names[self.first : self.end]]
+        for place, block in enumerate(own, start=self.first):
+            inner = block._compiled_call_impl or block._call_impl
+            block._compiled_call_impl = _Watched(self, place, block, inner)
+
+    def enter(self, place: int, block: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any]:
+        """The arguments that own block ``place`` is to be called with."""
+        if self._next < 0:  # recomputed, or called by the program
+            return arguments, named
+        if self._next != place:
+            raise self._out_of_order(place)
+        self._next = place + 1
+        if place > self.first or self._received is None:
+            return arguments, named
+        hidden, self._received = self._received, None
+        if arguments:
+            return (hidden, *arguments[1:]), named
+        return (), {**named, self._hidden_name: hidden}
+
+    def left(self, output: Any) -> None:
+        """What an own block returned: those of other stages return the like."""
+        if not isinstance(output, torch.Tensor):
+            self.task.returned = len(output) if isinstance(output, (tuple, list)) else None
+
+    def _met(self, skipped: Skipped, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """A block of another stage is called."""
+        if skipped.index < self.first and self._next == skipped.index:
+            self._next += 1
+            like = self._received
+            assert like is not None, "a stage behind the first was called without a hidden state"
+            zeros = skipped.zeros(like.shape, like.dtype)
+            returned = self.task.returned
+            return zeros if returned is None else (zeros, *(None,) * (returned - 1))
+        if skipped.index == self.end == self._next:
+            hidden = arguments[0] if arguments else named.get(self._hidden_name)
+            if not isinstance(hidden, torch.Tensor):
+                raise TrainingError(
+                    f"parallel.pipeline: {skipped.name} is called with a {type(hidden).__name__} as its first argument, and "
+                    "stages hand on one tensor, the hidden state: take the key out"
+                )
+            raise _Left(hidden)
+        raise self._out_of_order(skipped.index)
+
+    def _out_of_order(self, place: int) -> TrainingError:
+        expected = self.chain_names[self._next] if self._next < len(self.chain_names) else "no further block"
+        return TrainingError(
+            f"parallel.pipeline: the model calls {self.chain_names[place]} where stage {self.index} of {self.count} expects "
+            f"{expected}: a pipeline runs models that call each block once and in order"
+        )
+
+    def _checked(self, output: torch.Tensor) -> torch.Tensor:
+        """What the stage returns, when it is known that nothing else should have been handed on."""
+        if not torch.is_grad_enabled():
+            return output
+        if not self._is_checked:
+            self._is_checked = True
+            witnesses = {id(each.witness): each.name for each in stood_in(self.model)}
+            witnesses |= {id(witness): name for name, witness in self._attributes.items()}
+            leaking = reached(output, witnesses)
+            if leaking:
+                raise TrainingError(
+                    f"parallel.pipeline: stage {self.index} of {self.count} needs {', '.join(leaking)} beside the hidden "
+                    "state, and another stage owns that: give trine.optimize example=batch, so that it is kept where it is "
+                    "needed, or cut elsewhere by parallel.split"
+                )
+        if not output.requires_grad:  # all frozen so far: the schedules send a gradient back nevertheless
+            output = output.detach().requires_grad_()
+        return output
+
+    # --- the hollow copy ---------------------------------------------------------------------------
+
+    def _hollow(self, model: nn.Module, chain: Chain, shared: frozenset[str]) -> nn.Module:
+        self._attributes: dict[str, torch.Tensor] = {}
+        path = chain.container.split(".") if chain.container else []
+        top = copied = self._copy(model)
+        prefix = ""
+        for name in path:
+            behind = False
+            original = self._copies[-1][1]
+            for key, child in original._modules.items():
+                if key == name:
+                    behind = True
+                    continue
+                if child is not None:
+                    copied._modules[key] = self._beside(f"{prefix}{key}", child, behind, shared)
+            self._strip(copied, prefix)
+            child = original._modules[name]
+            assert child is not None
+            copied._modules[name] = following = self._copy(child)
+            prefix = f"{prefix}{name}."
+            copied = following
+        for place, (name, block) in enumerate(zip(chain.names, chain.blocks, strict=True)):
+            own = self.first <= place < self.end
+            key = name.rpartition(".")[2]
+            copied._modules[key] = block if own else Skipped(name, place, self._device, self._met)
+        self._strip(copied, prefix)
+        return top
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        copy = module.__class__.__new__(module.__class__)
+        copy.__dict__.update(module.__dict__)
+        for key, value in module.__dict__.items():
+            if isinstance(value, OrderedDict):  # hooks: those that are added to the copy are not the model's
+                copy.__dict__[key] = value.copy()
+        copy._modules = dict(module._modules)
+        copy._parameters = dict(module._parameters)
+        copy._buffers = dict(module._buffers)
+        self._copies.append((copy, module))
+        return copy
+
+    def _strip(self, copied: nn.Module, prefix: str) -> None:
+        """Parameters of the containers themselves are the first and the last stage's."""
+        if self.is_first or self.is_last:
+            return
+        for key, parameter in list(copied._parameters.items()):
+            if parameter is not None:
+                witness = torch.zeros((), device=self._device, requires_grad=True)
+                self._attributes[f"{prefix}{key}"] = witness
+                del copied._parameters[key]
+                copied.__dict__[key] = witness.to(parameter.dtype).expand(parameter.shape)
+
+    def _beside(self, name: str, module: nn.Module, behind: bool, shared: frozenset[str]) -> nn.Module:
+        """A module before or behind the blocks, or what stands for it on this stage."""
+        if (self.is_last if behind else self.is_first) or not any(True for _ in module.parameters()):
+            return module
+        if behind:
+            return Absent(name, self._device)
+        if name in shared:
+            return module
+        if any(parameter is not None for parameter in module._parameters.values()):
+            return StandIn(name, module, self._device)
+        copied = self._copy(module)
+        for key, child in module._modules.items():
+            if child is not None:
+                copied._modules[key] = self._beside(f"{name}.{key}", child, behind, shared)
+        return copied
+
+
+class LocalStages(nn.Module):
+    """All stages of a rank that holds several."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        super().__init__()
+        for stage in stages:
+            self.add_module(f"_pipeline_stage_{stage.index}", stage)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Raises ``UsageError``: a schedule runs them."""
+        raise UsageError(
+            "parallel.pipeline: this rank holds parts of the model, which do not run alone: use engine.train_step(batch), and "
+            "engine.evaluate(batch) without gradients"
+        )
+
+
+def stages_of(model: nn.Module) -> list[nn.Module]:
+    """The stages that a rank's model is made of; the model itself where there is no pipeline."""
+    return list(model.children()) if isinstance(model, LocalStages) else [model]
+
+
+class _Watched:
+    """Stands before a block's own call, compiled or not, so that no hook sees what the stage replaces."""
+
+    __slots__ = ("_block", "_inner", "_place", "_stage")
+
+    def __init__(self, stage: Stage, place: int, block: nn.Module, inner: Callable[..., Any]) -> None:
+        self._stage, self._place, self._block, self._inner = stage, place, block, inner
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        arguments, named = self._stage.enter(self._place, self._block, arguments, named)
+        output = self._inner(*arguments, **named)
+        self._stage.left(output)
+        return output
+
+
+def _sendable(hidden: torch.Tensor) -> torch.Tensor:
+    """Contiguous, as backends send it, and no view, which schedules that split backward could not detach in place."""
+    hidden = hidden.contiguous()
+    return hidden.clone() if hidden._is_view() else hidden
