@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trine.optim import latest_checkpoint as latest_checkpoint
     from trine.optim import layout_of as layout_of
     from trine.optim import optimize as optimize
+    from trine.optim import predict_memory as predict_memory
     from trine.profiler import profile as profile
     from trine.record import load as load
     from trine.record.errors import TrineError as TrineError
@@ -33,6 +34,7 @@ __all__ = [
     "layout_of",
     "load",
     "optimize",
+    "predict_memory",
     "profile",
 ]
 
@@ -44,6 +46,7 @@ _HOMES = {
     "profile": "trine.profiler",
     "latest_checkpoint": "trine.optim",
     "layout_of": "trine.optim",
+    "predict_memory": "trine.optim",
     "optimize": "trine.optim",
     "Config": "trine.optim",
     "TrineError": "trine.record.errors",

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
 from trine.optim.layout import Layout, layout_of
+from trine.optim.memory_prediction import MemoryPrediction, predict_memory
 
 if TYPE_CHECKING:
     from trine.optim._persistence import latest_checkpoint as latest_checkpoint
     from trine.optim.engine import Engine as Engine
     from trine.optim.engine import optimize as optimize
 
-__all__ = ["Config", "Engine", "Layout", "latest_checkpoint", "layout_of", "optimize"]
+__all__ = [
+    "Config",
+    "Engine",
+    "Layout",
+    "MemoryPrediction",
+    "latest_checkpoint",
+    "layout_of",
+    "optimize",
+    "predict_memory",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from trine.optim.runtime import regions
+from trine.optim.runtime.plain_tensors import is_plain
 
 __all__ = ["Part", "fuse", "parts_of"]
 
@@ -198,7 +199,7 @@ def _is_plain(weight: Any, dimensions: int) -> bool:
         isinstance(weight, torch.Tensor)
         and weight.dim() == dimensions
         and weight.is_floating_point()
-        and type(weight) in (torch.Tensor, nn.Parameter)
+        and is_plain(weight)
         and weight.device.type != "meta"
     )
 
