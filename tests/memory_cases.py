@@ -138,3 +138,29 @@ def stored_under_sharding(rank: int) -> tuple[int, int]:
     finally:
         LowPrecision.choose, LowPrecision.put = choose, put  # type: ignore[method-assign]
     return len(stored), sum(shape in shapes for shape in stored)
+
+
+def scheduled_on_ranks(rank: int, budget: int) -> tuple[list[bool | None], bool]:
+    """What a rank does with each block, where its blocks take longer than the other's; and whether bits stay."""
+    import time
+
+    runs = []
+    changes: dict[str, Any] = {
+        "checkpointing.mode": "budget",
+        "checkpointing.budget_bytes": budget,
+        "offload.activations": "cpu",
+    }
+    chosen: list[bool | None] = []
+    for each in ({}, changes):
+        model = optim_cases.small_gpt(layers=4, dropout=0.1)
+        if rank:
+            for block in model.blocks:
+                block.register_forward_pre_hook(lambda *_: time.sleep(0.002))
+        torch.manual_seed(100 + rank)
+        runs.append(train(each, model, optim_cases.batches(5, 2, rank, 2)))
+        chosen = [
+            (region.active, region.moves)
+            for block in model.blocks
+            for region in getattr(block.forward, "args", ())[1:]
+        ]
+    return chosen, runs[0].is_bitwise(runs[1])

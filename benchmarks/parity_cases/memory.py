@@ -57,6 +57,39 @@ _MEMORY_TOGETHER = (
         model=_DROPOUT,
     ),
     Case(
+        "checkpointing to a budget + activations on the cpu",
+        {
+            "checkpointing.mode": "budget",
+            "checkpointing.budget_bytes": 900_000,
+            "offload.activations": "cpu",
+        },
+        tolerance=0.0,
+        model=_DROPOUT,
+    ),
+    Case(
+        "checkpointing to a budget + activations on disk",
+        {
+            "checkpointing.mode": "budget",
+            "checkpointing.budget_bytes": 900_000,
+            "offload.activations": "nvme",
+            "offload.path": gettempdir(),
+        },
+        tolerance=0.0,
+        model=_DROPOUT,
+        slow=True,
+    ),
+    Case(
+        "checkpointing to a budget + activations on the cpu + zero 3 on 2",
+        {
+            "checkpointing.mode": "budget",
+            "checkpointing.budget_bytes": 600_000,
+            "offload.activations": "cpu",
+            "zero.stage": 3,
+        },
+        ranks=2,
+        slow=True,
+    ),
+    Case(
         "checkpointing every second block + activations bf16 on the cpu",
         {
             "checkpointing.mode": "full",

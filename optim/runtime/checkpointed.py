@@ -29,17 +29,26 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     from trine.optim.runtime.recompute_plan import Plan
 
-__all__ = ["Region", "checkpoint_in_place", "current_region", "keeps_inputs_exact", "normalisations"]
+__all__ = [
+    "Region",
+    "checkpoint_in_place",
+    "current_region",
+    "keeps_inputs_exact",
+    "moves_now",
+    "moving",
+    "normalisations",
+]
 
 _BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Running(threading.local):
-    """What runs on this thread: the regions it is in, and whether a region's inputs are being saved."""
+    """What runs on this thread: the regions it is in, whether a region's inputs are being saved, and what is moved."""
 
     def __init__(self) -> None:
         self.regions: list[str] = []
         self.saves_inputs = False
+        self.moves: bool | None = None
 
 
 _running = _Running()
@@ -55,7 +64,9 @@ class Region:
     operators: tuple[str, ...] = ()
     #: False: this module runs as it would by itself.
     active: bool = True
-    #: Measures what the module saves, and decides over ``active``.
+    #: Whether what is saved for it moves off the device; ``None``: whatever the store does.
+    moves: bool | None = None
+    #: Measures what the module saves, and decides over ``active`` and ``moves``.
     plan: Plan | None = None
     #: Whether the first forward has been looked at for buffers that it changes.
     looked_at: bool = False
@@ -86,6 +97,21 @@ def keeps_inputs_exact() -> bool:
     return _running.saves_inputs
 
 
+def moves_now() -> bool | None:
+    """Whether what autograd saves now is to leave the device; ``None`` where no block's plan says."""
+    return _running.moves
+
+
+@contextmanager
+def moving(wanted: bool | None) -> Iterator[None]:
+    """Whether what is saved meanwhile, on this thread, is to leave the device."""
+    before, _running.moves = _running.moves, wanted
+    try:
+        yield
+    finally:
+        _running.moves = before
+
+
 def normalisations(module: nn.Module) -> list[nn.Module]:
     """Batch (and instance) norms within that track running statistics."""
     return [
@@ -108,13 +134,31 @@ def _forward(forward: Callable[..., Any], region: Region, *arguments: Any, **nam
     plan = region.plan
     if plan is not None:
         plan.meet(region, arguments, named)
-    if not region.active:
-        return forward(*arguments, **named)
-    if not region.looked_at:
+    with moving(region.moves):
+        return _run(forward, region, arguments, named)
+
+
+def _run(
+    forward: Callable[..., Any], region: Region, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    checked: AbstractContextManager[Any] = nullcontext()
+    if not region.looked_at and (region.active or region.plan is not None):
         region.looked_at = True
-        with _refusing_changed_buffers(region), refusing_changed_results(region.name):
+        checked = _refusing_changes(region)
+    with checked:
+        if region.active:
             return _saving_inputs(forward, region, arguments, named)
-    return _saving_inputs(forward, region, arguments, named)
+        if region.plan is None:
+            return forward(*arguments, **named)
+        with region.plan.watching(region, arguments, named):
+            return forward(*arguments, **named)
+
+
+@contextmanager
+def _refusing_changes(region: Region) -> Iterator[None]:
+    """Of what a recomputation would change once more, or finds changed."""
+    with _refusing_changed_buffers(region), refusing_changed_results(region.name):
+        yield
 
 
 def _saving_inputs(
@@ -134,10 +178,10 @@ def _named(forward: Callable[..., Any], region: Region, *arguments: Any, **named
     _running.saves_inputs = False
     _running.regions.append(region.name)
     try:
-        if region.plan is not None and region.plan.measures(region):
-            with region.plan.measuring(region, arguments, named):
-                return forward(*arguments, **named)
-        return forward(*arguments, **named)
+        if region.plan is None:
+            return forward(*arguments, **named)
+        with region.plan.watching(region, arguments, named):
+            return forward(*arguments, **named)
     finally:
         _running.regions.pop()
         _running.saves_inputs = before

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from trine.optim.runtime.host_memory import Copier, HostMemory, Offloaded
+from trine.optim.runtime.activation_schedule import Link
+from trine.optim.runtime.host_memory import Copier, HostMemory, Offloaded, Timed
 from trine.record.errors import TrainingError
 
 __all__ = ["Disk"]
@@ -75,7 +76,7 @@ class Disk(HostMemory):
         self._writing.append(entry)
         while self._writing and self._writing[0].written.done():
             self._settle(self._writing.popleft())
-        while sum(each.size for each in self._writing) > self._staged_bytes and len(self._writing) > 1:
+        while sum(each.bytes for each in self._writing) > self._staged_bytes and len(self._writing) > 1:
             self._settle(self._writing.popleft())
 
     def read(self, entry: OnDisk) -> Future[torch.Tensor]:
@@ -90,6 +91,21 @@ class Disk(HostMemory):
             return entry.reading.result()
         except OSError as error:
             raise self._failed(error, "cannot be read") from error
+
+    def measured_link(self, size: int) -> Link:
+        """As for the host's memory, with the disk as the link and copies to its buffers as the thread's own time."""
+        flat = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.put(flat).get()  # the buffer is made
+        timed = Timed(self.device)
+        entry, put_ns = timed.of(lambda: self._put_and_wait(flat))
+        assert isinstance(entry, OnDisk)
+        _, written_ns = timed.of(entry.written.result)
+        _, read_ns = timed.of(lambda: (entry.prepare(), entry.host_bytes()))
+        _, get_ns = timed.of(entry.get)
+        on_device = self.window_bytes or 0
+        return Link(
+            (put_ns + get_ns) / 2 / size, written_ns / size, read_ns / size, self._staged_bytes, on_device
+        )
 
     def close(self) -> None:
         """Stop the threads and let the file go."""
@@ -124,8 +140,8 @@ class Disk(HostMemory):
         entry.let_buffer_go()
 
     def _read(self, entry: OnDisk) -> torch.Tensor:
-        buffer = self.pool.take(entry.size)
-        data = memoryview(buffer[: entry.size].numpy())  # type: ignore[arg-type]
+        buffer = self.pool.take(entry.bytes)
+        data = memoryview(buffer[: entry.bytes].numpy())  # type: ignore[arg-type]
         offset = entry.extent[1]
         while data:
             count = os.preadv(self._file.fileno(), [data], offset)
@@ -153,11 +169,6 @@ class OnDisk(Offloaded):
         self.reading: Future[torch.Tensor] | None = None
         self._wanted = False
         self._lock = threading.Lock()
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self._size
 
     @property
     def buffer(self) -> torch.Tensor:

@@ -56,7 +56,8 @@ class LowPrecision:
         if self._dtype is torch.float8_e4m3fn:  # it has no infinity, and conversion would make 448 of one
             scaled = scaled.masked_fill(~flat.isfinite(), float("nan"))
         low = scaled.to(self._dtype)
-        return _Rounded(low if self._inner is None else self._inner.put(low), scale, flat)
+        inner = None if self._inner is None else self._inner.choose(low)
+        return _Rounded(low if inner is None else inner.put(low), scale, flat)
 
     def _is_rounded(self, tensor: torch.Tensor) -> bool:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not tensor.requires_grad:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trine.optim.runtime.checkpointed import Region
-from trine.optim.runtime.saved_tensors import SavedTensors
+from trine.optim.runtime.plain_tensors import is_plain
+from trine.optim.runtime.saved_tensors import SavedTensors, local_part
 from trine.optim.runtime.weak_storage import WeakStorage
 from trine.record.errors import UsageError
 
-__all__ = ["Candidate", "Plan", "PlanAfterStep", "choose", "peak_of"]
+__all__ = [
+    "Candidate",
+    "Measured",
+    "Plan",
+    "PlanAfterStep",
+    "choose",
+    "mib",
+    "peak_of",
+    "tensors_of",
+]
 
 logger = logging.getLogger("trine")
 
@@ -105,11 +115,12 @@ class Plan:
         self._is_measuring = True
         self._is_decided = False
         self._largest = 0  # elements of a candidate's arguments
-        self._measured: dict[str, _Measured] = {}
+        self._measured: dict[str, Measured] = {}
         self._end_bytes = 0
         for region in regions:
             region.plan = self
         saved.always_counting = True
+        saved.counts_back = True
         saved.after_forward.append(self._forward_ended)
 
     @property
@@ -140,31 +151,55 @@ class Plan:
             for each in self._regions:
                 each.active = True
 
-    def measures(self, region: Region) -> bool:
-        """Whether this forward of the region is to be measured."""
-        return self._is_measuring and torch._C._current_graph_task_id() == -1  # not in its recomputation
+    def watching(
+        self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """The context of a checkpointed region's forward, or of its recomputation."""
+        if torch._C._current_graph_task_id() != -1:
+            return self._recomputing(region)
+        return self._measuring(region, arguments, named) if self._is_measuring else nullcontext()
 
     @contextmanager
-    def measuring(self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
-        """Count what the region saves while it runs, and its operations."""
-        measured = self._measured.setdefault(region.name, _Measured(region.name, {}, 0, 0))
-        measured.before_bytes = max(measured.before_bytes, self._saved.held_bytes)
-        self._largest = max(self._largest, _elements(arguments, named))
-        known = {t.untyped_storage()._cdata for t in _tensors(arguments, named)}
+    def _recomputing(self, region: Region) -> Iterator[None]:
+        """Count what comes back to life, until backward has used it."""
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
         def count(tensor: torch.Tensor) -> Any:
-            if type(tensor) is torch.Tensor and not self._saved.is_parameter(tensor):
-                weak = WeakStorage(tensor)
-                if weak.address not in known and weak.address not in measured.storages:
-                    size = tensor.untyped_storage().nbytes()
-                    measured.storages[weak.address] = (size, self._saved.cost_bytes(tensor))
-                    measured.references.append(weak)  # its address is not reused while it is counted
+            if not self._saved.is_parameter(tensor):
+                self._saved.note_back(tensor)
+            return pack(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(count, unpack):
+            yield
+
+    @contextmanager
+    def _measuring(self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
+        """Count what the region saves while it runs, and its operations."""
+        measured = self._measured.setdefault(region.name, Measured(region.name, {}, 0, 0))
+        measured.before_bytes = max(measured.before_bytes, self._saved.held_bytes)
+        self._largest = max(self._largest, _elements(arguments, named))
+        known = {t.untyped_storage()._cdata for t in tensors_of(arguments, named)}
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def count(tensor: torch.Tensor) -> Any:
+            local = local_part(tensor)
+            if _is_activation(local) and not self._saved.is_parameter(tensor):
+                self._count(measured, tensor, local.untyped_storage()._cdata in known)
             return pack(tensor)
 
         with _FlopCount() as counter, torch.autograd.graph.saved_tensors_hooks(count, unpack):
             yield
         measured.flops += counter.flops
+
+    def _count(self, measured: Measured, tensor: torch.Tensor, is_argument: bool) -> bool:
+        """Count a tensor that a region saves; false for one that was counted, or lies outside."""
+        weak = WeakStorage(local_part(tensor))
+        if is_argument or weak.address in measured.storages:
+            return False
+        size = local_part(tensor).untyped_storage().nbytes()
+        measured.storages[weak.address] = (size, self._saved.cost_bytes(tensor))
+        measured.references.append(weak)  # its address is not reused while it is counted
+        return True
 
     def decide(self) -> None:
         """Choose, set the regions, say so. Raises ``UsageError`` where nothing fits and nothing ran before."""
@@ -189,8 +224,8 @@ class Plan:
         names = ", ".join(region.name for region in self._regions if region.active) or "nothing"
         self._is_decided = True
         self._told(
-            f"{len(chosen)} of {len(candidates)} modules recomputed: {names}; {_mib(peak)} saved for backward at the "
-            f"peak, {_mib(most)} without, {_mib(least)} with all, {_mib(budget)} allowed"
+            f"{len(chosen)} of {len(candidates)} modules recomputed: {names}; {mib(peak)} saved for backward at the "
+            f"peak, {mib(most)} without, {mib(least)} with all, {mib(budget)} allowed"
         )
 
     def _agreed(self, chosen: frozenset[str] | None, least: int) -> tuple[frozenset[str] | None, int]:
@@ -228,7 +263,9 @@ class PlanAfterStep(Plan):
 
 
 @dataclass(slots=True)
-class _Measured:
+class Measured:
+    """What one module saves in a forward."""
+
     name: str
     storages: dict[int, tuple[int, int]]  # address → (bytes, bytes that stay on the device)
     before_bytes: int
@@ -260,13 +297,20 @@ class _FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _tensors(arguments: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves((arguments, named)) if type(leaf) is torch.Tensor]
+def tensors_of(arguments: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
+    """A call's tensors; of DTensors, this rank's parts."""
+    leaves = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
+    return [part for part in map(local_part, leaves) if _is_activation(part)]
+
+
+def _is_activation(tensor: Any) -> bool:
+    return is_plain(tensor) and not isinstance(tensor, torch.nn.Parameter)
 
 
 def _elements(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
-    return sum(tensor.numel() for tensor in _tensors(arguments, named))
+    return sum(tensor.numel() for tensor in tensors_of(arguments, named))
 
 
-def _mib(size: int) -> str:
+def mib(size: int) -> str:
+    """In words."""
     return f"{size / 2**20:.1f} MiB"

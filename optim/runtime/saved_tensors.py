@@ -6,7 +6,8 @@ rules hold for every store:
 - parameters, their views and their casts are left alone, also those that sharding gathers for a while;
 - a tensor that is saved several times, or through several views, is stored once, by its storage;
 - strides survive, since another layout would choose another kernel and other roundings;
-- PyTorch's check for saved tensors that are modified in place ends where hooks begin, so it is made here.
+- PyTorch's check for saved tensors that are modified in place ends where hooks begin, so it is made here;
+- of a DTensor, this rank's part is stored, and comes back placed as it was.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from trine.optim.runtime.plain_tensors import is_plain
 from trine.optim.runtime.selective import counting_kept
 from trine.optim.runtime.weak_storage import WeakStorage
 from trine.record.events import is_heard
@@ -27,9 +29,18 @@ from trine.record.events import is_heard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from trine.optim.runtime.host_memory import HostMemory
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["LEAST_BYTES", "SavedTensors", "Store", "Stored", "count_when_heard", "saved_tensors_of"]
+__all__ = [
+    "LEAST_BYTES",
+    "SavedTensors",
+    "Store",
+    "Stored",
+    "count_when_heard",
+    "local_part",
+    "saved_tensors_of",
+]
 
 #: Below this, bookkeeping costs more than what it frees.
 LEAST_BYTES = 4096
@@ -77,6 +88,8 @@ class SavedTensors:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self.store: Store | None = None
+        #: Where the store moves to, if it does.
+        self.host: HostMemory | None = None
         #: Called at the end of each forward that was counted.
         self.after_forward: list[Callable[[], None]] = []
         #: Count although nothing is stored otherwise: in this step, in every step.
@@ -90,6 +103,11 @@ class SavedTensors:
         #: The same without the store.
         self.plain_bytes = 0
         self.plain_peak_bytes = 0
+        #: Whether what backward brings back, restored or recomputed, is counted as long as it lives.
+        self.counts_back = False
+        #: With that, and with what is on its way: the most on the device at once since :meth:`reset`.
+        self.backward_peak_bytes = 0
+        self._back: dict[int, WeakStorage] = {}
         self._parameters: set[int] = set()  # storages, by address
         self._gathered: dict[int, WeakStorage] = {}  # parameters that sharding gathers
         self._live: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
@@ -115,17 +133,24 @@ class SavedTensors:
         """Begin a new peak."""
         self.peak_bytes = self.held_bytes
         self.plain_peak_bytes = self.plain_bytes
+        self.backward_peak_bytes = self.held_bytes
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """A parameter, a view of one, or a cast of one."""
-        address = tensor.untyped_storage()._cdata
+        address = local_part(tensor).untyped_storage()._cdata
         return address in self._parameters or address in self._gathered or _is_cast(tensor)
 
     def cost_bytes(self, tensor: torch.Tensor) -> int:
         """What saving this tensor's storage takes on the device, by the store's rules."""
-        size = tensor.untyped_storage().nbytes()
-        store = self._store_for(tensor)
+        size = local_part(tensor).untyped_storage().nbytes()
+        store = self._store_for(tensor, size)
         return size if store is None else store.device_bytes(size // tensor.element_size(), tensor.dtype)
+
+    def note_back(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that backward brought back, while anything holds its storage."""
+        weak = WeakStorage(local_part(tensor))
+        self._back.setdefault(weak.address, weak)
+        self._count(0, 0)
 
     def watch_gathered(self, model: nn.Module) -> None:
         """Learn which storages hold gathered parameters, from modules that FSDP2 shards."""
@@ -145,8 +170,8 @@ class SavedTensors:
         if model is not None:
             self._parameters = {
                 parameter.untyped_storage()._cdata
-                for parameter in model.parameters()
-                if type(parameter) is nn.Parameter
+                for parameter in map(local_part, model.parameters())
+                if is_plain(parameter)
             }
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), counting_kept() as kept_bytes:
             yield
@@ -159,31 +184,34 @@ class SavedTensors:
     def _note_gathered(self, module: nn.Module, arguments: Any) -> None:
         if self.store is None and not self.counts:
             return
-        for parameter in module.parameters():
-            if type(parameter) is nn.Parameter:
+        for parameter in map(local_part, module.parameters()):
+            if is_plain(parameter):
                 weak = WeakStorage(parameter)
                 self._gathered[weak.address] = weak
 
-    def _store_for(self, tensor: torch.Tensor) -> Store | None:
-        if self.store is None or tensor.untyped_storage().nbytes() < LEAST_BYTES:
+    def _store_for(self, tensor: torch.Tensor, size: int) -> Store | None:
+        if self.store is None or size < LEAST_BYTES:
             return None
         return None if self.is_parameter(tensor) else self.store.choose(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        local = local_part(tensor)
+        if not is_plain(local) or local.layout is not torch.strided:
             return _Left(tensor.detach(), None)
-        store = self._store_for(tensor)
+        store = self._store_for(tensor, local.untyped_storage().nbytes())
         if store is None:
-            token = None if self.is_parameter(tensor) else self._token(tensor)
+            token = None if self.is_parameter(tensor) else self._token(local)
             # Detached: an output that held itself would be a cycle through its own node, and never freed.
             return _Left(tensor.detach(), token)
-        start, length = _span(tensor)
-        key = (tensor.untyped_storage()._cdata, tensor.dtype, tensor._version, start, length, id(store))
+        start, length = _span(local)
+        versions = (tensor._version, local._version)
+        key = (local.untyped_storage()._cdata, tensor.dtype, versions, start, length, id(store))
         stored = self._live.get(key)
         if stored is None:
-            stored = _Counted(self, tensor, store.put(_flat(tensor, start, length)))
+            stored = _Counted(self, local, store.put(_flat(local, start, length)))
             self._live[key] = stored
-        return _View(stored, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - start)
+        view = _View(stored, local.size(), local.stride(), int(local.storage_offset()) - start)
+        return _Placed(view, tensor) if hasattr(tensor, "_spec") else view
 
     def _token(self, tensor: torch.Tensor) -> _Token:
         """Counts a storage that stays as it is, as long as anything of it is saved."""
@@ -200,6 +228,28 @@ class SavedTensors:
         self.plain_bytes += plain_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self.plain_peak_bytes = max(self.plain_peak_bytes, self.plain_bytes)
+        if self.counts_back and device_bytes >= 0:
+            self.backward_peak_bytes = max(self.backward_peak_bytes, self.held_bytes + self._back_bytes())
+
+    def _back_bytes(self) -> int:
+        """On the device, restored, recomputed, or on its way."""
+        total = 0 if self.host is None else self.host.device_bytes_under_way
+        for address, weak in list(self._back.items()):
+            storage = weak.get()
+            if storage is None:
+                del self._back[address]
+            else:
+                total += storage.nbytes()
+        return total
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, and what an asynchronous collective gave; any other tensor itself.
+
+    What is saved is used by its operator at that moment, which waits for the collective as well.
+    """
+    part: torch.Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    return part.wait() if type(part).__name__ == "AsyncCollectiveTensor" else part
 
 
 def saved_tensors_of(assembly: Assembly) -> SavedTensors:
@@ -221,6 +271,10 @@ def saved_tensors_of(assembly: Assembly) -> SavedTensors:
     def read_plain() -> float | None:
         return float(made.plain_peak_bytes) if made.store is not None else None
 
+    def read_back() -> float | None:
+        return float(made.backward_peak_bytes) if made.counts_back else None
+
+    assembly.metrics["memory/backward_activation_bytes"] = read_back
     assembly.metrics["memory/saved_activation_bytes"] = read
     assembly.metrics["memory/unstored_activation_bytes"] = read_plain
 
@@ -280,6 +334,8 @@ class _Counted(_Token):
                 return empty.set_(storage, 0, (self._stored.elements,), (1,))
         flat = self._stored.get()
         self._restored = WeakStorage(flat)
+        if self._owner.counts_back:
+            self._owner.note_back(flat)
         return flat
 
 
@@ -318,7 +374,22 @@ class _View:
         return self.stored.flat().as_strided(self.size, self.stride, self.offset)
 
 
-def _unpack(packed: _Left | _View) -> torch.Tensor:
+class _Placed:
+    """A DTensor, of which this rank's part is stored."""
+
+    __slots__ = ("part", "spec")
+
+    def __init__(self, part: _View, tensor: Any) -> None:
+        self.part = part
+        self.spec = tensor._spec
+
+    def get(self) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor(self.part.get(), self.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _unpack(packed: _Left | _View | _Placed) -> torch.Tensor:
     return packed.get()
 
 

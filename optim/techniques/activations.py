@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal", "tolerance"]
 
-KEYS = ("activations.dtype", "activations.pool", "offload.activations", "offload.path")
+KEYS = ("activations.dtype", "activations.pool", "offload.activations")
 ORDER = 35
 QUANTITY = "memory/saved_activation_bytes"
 NUMERICS = (
@@ -38,8 +38,6 @@ def refusal(config: Config) -> str | None:
             "activations.pool: this version has no pool of device buffers; the host's buffers of "
             "offload.activations are pooled by themselves: take the key out"
         )
-    if config.offload.path is not None and config.offload.activations != "nvme":
-        return 'offload.path is where offload.activations = "nvme" writes: set that, or take the path out'
     return None
 
 
@@ -65,9 +63,14 @@ def apply(assembly: Assembly) -> None:
     from trine.optim.runtime.low_precision import DTYPES, LowPrecision
     from trine.optim.runtime.saved_tensors import saved_tensors_of
 
+    saved = saved_tensors_of(assembly)
     store: Store | None = None
     if offload != "none":
-        store = _offload(assembly, offload)
+        from trine.optim.runtime.host_memory import ByPlan
+
+        saved.host = _offload(assembly, offload)
+        is_planned = assembly.config.checkpointing.mode in ("budget", "auto")
+        store = ByPlan(saved.host) if is_planned else saved.host
     if dtype is not None:
         store = LowPrecision(DTYPES[dtype], store)
         note = (
@@ -76,7 +79,7 @@ def apply(assembly: Assembly) -> None:
             else ""
         )
         assembly.effects.append(Effect("activations.dtype", "saved as computed", f"saved in {dtype}", note))
-    saved_tensors_of(assembly).store = store
+    saved.store = store
 
 
 def _offload(assembly: Assembly, where: str) -> HostMemory:

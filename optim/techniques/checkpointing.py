@@ -91,6 +91,12 @@ def check(config: Config, facts: Facts) -> None:
             )
     if compiled:
         _check_compilers_budget(facts.model)
+    if compiled and config.checkpointing.mode in _DECIDES and config.offload.activations != "none":
+        raise UsageError(
+            f'checkpointing.mode = "{config.checkpointing.mode}" with offload.activations and compute.compile cannot be '
+            "combined: what compiled blocks save cannot be told apart by block. Drop compute.compile, or use "
+            'checkpointing.mode = "full"'
+        )
 
 
 def apply(assembly: Assembly) -> None:
@@ -228,14 +234,18 @@ def _decide_by_measurement(assembly: Assembly, regions: list[Region]) -> None:
     saved = saved_tensors_of(assembly)
     resume = _pause_compilation(assembly)
 
+    when = "step" if assembly.config.offload.activations == "none" else "steps"
+
     def told(what: str) -> None:
         resume()
-        assembly.effects.append(Effect(KEYS[0], "everything kept", what, "measured in the first forward"))
+        assembly.effects.append(Effect(KEYS[0], "everything kept", what, f"measured in the first {when}"))
         logger.info("%s", assembly.effects[-1])
 
     plan: Plan
     ranks = assembly.facts.ranks
-    if wanted.mode == "budget":
+    if assembly.config.offload.activations != "none":
+        _decide_with_offload(assembly, regions, told)
+    elif wanted.mode == "budget":
         budget = int(wanted.budget_bytes or 0)
         plan = recompute_plan.Plan(regions, saved, lambda least, most: budget, KEYS[4], told, ranks)
     else:
@@ -255,9 +265,29 @@ def _decide_by_measurement(assembly: Assembly, regions: list[Region]) -> None:
             KEYS[0],
             "everything kept",
             f"decided by measurement among {_said(regions)}",
-            "all in the first step",
+            "all recomputed in the first step" if when == "step" else "all moved in the first steps",
         )
     )
+
+
+def _decide_with_offload(assembly: Assembly, regions: list[Region], told: Callable[[str], None]) -> None:
+    from trine.optim.runtime.activation_plan import ScheduledPlan
+    from trine.optim.runtime.saved_tensors import saved_tensors_of
+
+    wanted, facts = assembly.config.checkpointing, assembly.facts
+    stated = wanted.budget_bytes
+    room = (lambda: 0) if stated is not None else _free_bytes(assembly)
+    plan = ScheduledPlan(
+        regions,
+        saved_tensors_of(assembly),
+        lambda least, most: least + room() if stated is None else stated,
+        KEYS[0] if stated is None else KEYS[4],
+        told,
+        facts.device,
+        facts.ranks,
+    )
+    assembly.after_step.append(plan.step_ended)
+    assembly.metrics["offload/moved_modules"] = lambda: float(sum(bool(region.moves) for region in regions))
 
 
 def _pause_compilation(assembly: Assembly) -> Callable[[], None]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lazy_copies import LazyCopier
 from rank_pool import RankPool
 from torch import nn
 from torch.nn import functional
@@ -24,10 +25,9 @@ from torch.utils.checkpoint import checkpoint
 import trine
 from trine.optim.runtime import saved_tensors
 from trine.optim.runtime.disk import Disk
-from trine.optim.runtime.host_memory import BufferPool, Copier, HostMemory
+from trine.optim.runtime.host_memory import BufferPool, HostMemory
 from trine.optim.runtime.low_precision import DTYPES, LowPrecision
 from trine.optim.runtime.saved_tensors import SavedTensors, Store
-from trine.optim.runtime.weak_storage import WeakStorage
 from trine.record.errors import TrainingError, UsageError
 
 CPU = torch.device("cpu")
@@ -417,59 +417,6 @@ def test_a_write_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store.close()
 
 
-class LazyEvent:
-    """Happens when somebody waits for it, as late as a device may be."""
-
-    def __init__(self, copier: LazyCopier) -> None:
-        self.copier = copier
-        self.number = len(copier.queue) + copier.done
-
-    def synchronize(self) -> None:
-        self.copier.run_to(self.number)
-
-
-class LazyCopier(Copier):
-    """A stream whose copies happen only when they are waited for, on memory that must still be there by then."""
-
-    is_asynchronous = True
-
-    def __init__(self) -> None:
-        self.queue: list[tuple[Any, Any]] = []
-        self.done = 0
-        self.lock = threading.RLock()
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> LazyEvent:
-        # Views that hold nothing: memory that was let go too early is filled with something else, as a device's is.
-        ends = (WeakStorage(target), WeakStorage(source))
-        sizes = [(end.storage_offset(), end.numel()) for end in (target, source)]
-        with self.lock:
-            self.queue.append((ends, sizes))
-            return LazyEvent(self)
-
-    def computing(self) -> str:
-        return "computing"
-
-    def wait(self, event: LazyEvent, stream: Any) -> None:
-        event.synchronize()
-
-    def finish(self) -> None:
-        self.run_to(self.done + len(self.queue))
-
-    def run_to(self, number: int) -> None:
-        with self.lock:
-            while self.done < number:
-                ends, sizes = self.queue.pop(0)
-                self.done += 1
-                storages = [end.get() for end in ends]
-                if None in storages:
-                    raise AssertionError("memory was let go before its copy")
-                target, source = (
-                    torch.empty(0, dtype=torch.uint8).set_(storage, offset, (count,), (1,))
-                    for storage, (offset, count) in zip(storages, sizes, strict=True)
-                )
-                target.copy_(source)
-
-
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_copies_beside_the_computation_are_waited_for(where: str, tmp_path: Path) -> None:
     """The same code that runs on CUDA streams, with copies that happen as late as they may."""
@@ -530,7 +477,7 @@ def test_buffers_are_large_enough_and_used_again(sizes: list[int]) -> None:
     ("changes", "words"),
     [
         ({"activations.pool": True}, ["activations.pool"]),
-        ({"offload.path": "/tmp"}, ["offload.path", "offload.activations"]),
+        ({"offload.path": "/tmp"}, ["offload.path", ".activations"]),
         (
             {"offload.activations": "nvme", "offload.path": "/no/such/folder"},
             ["/no/such/folder", "no such folder"],
