@@ -179,8 +179,9 @@ class DataPosition:
 class _Rest:
     """A batch sampler behind the batches that were trained on.
 
-    DataLoader asks for its iterator first and draws the seed of its workers second; without the skipping the seed came
-    first. So it is drawn here, and the generators are put back for DataLoader to draw it again.
+    For one pass. DataLoader asks for its iterator before it draws the seed of its workers, and again after that where it
+    has workers; without the skipping the seed is drawn before the order. So it is drawn here too, and generators are put
+    back for DataLoader to draw it again.
     """
 
     def __init__(
@@ -193,7 +194,8 @@ class _Rest:
         self._loader = loader
         self._enough = enough
         self._generators = generators
-        self._behind: list[torch.Tensor] | None = None
+        self._behind: list[torch.Tensor] = []
+        self._iterator: Iterator[Any] | None = None
         #: Batches, and samples in them.
         self.left_out = (0, 0)
 
@@ -201,6 +203,11 @@ class _Rest:
         return max(0, len(self._batches) - self.left_out[0])
 
     def __iter__(self) -> Iterator[Any]:
+        if self._iterator is None:
+            self._iterator = self._behind_them()
+        return self._iterator
+
+    def _behind_them(self) -> Iterator[Any]:
         before = random_streams(_HOST), [each.get_state() for each in self._generators]
         torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         batches = iter(self._batches)
@@ -220,7 +227,7 @@ class _Rest:
 
     def settle(self) -> None:
         """Generators stand where the order and the seed have been drawn from them."""
-        for generator, state in zip(self._generators, self._behind or (), strict=False):
+        for generator, state in zip(self._generators, self._behind, strict=True):
             generator.set_state(state)
 
 
