@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "common_state",
+    "first_name",
     "local",
     "masters_of",
+    "match_twins",
     "model_tensors",
     "names_by_group",
     "optimizer_slots",
@@ -76,32 +78,56 @@ def model_tensors(model: nn.Module, first_names: Mapping[str, str] | None = None
         if isinstance(value, torch.Tensor) and id(value) not in seen and not name.endswith(_EXTRA):
             seen.add(id(value))
             plain = plain_name(name)
-            found[f"model/{(first_names or {}).get(plain, plain)}"] = value.detach()
+            found.setdefault(f"model/{(first_names or {}).get(plain, plain)}", value.detach())
     return found
+
+
+def match_twins(assembly: Assembly) -> None:
+    """Where a rank holds a tied parameter twice, give the second the values and the state of the first, which was read."""
+    first: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, value in assembly.model.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA):
+                one = first.setdefault(first_name(assembly, name), value)
+                if one is not value:
+                    local(value.detach()).copy_(local(one.detach()))
+        held: dict[str, nn.Parameter] = {}
+        state = assembly.optimizer.state
+        for name, parameter in optimizer_slots(assembly):
+            one_held = held.setdefault(name, parameter)
+            if one_held is parameter:
+                continue
+            local(parameter.detach()).copy_(local(one_held.detach()))
+            for key, value in state.get(one_held, {}).items():
+                if key in state[parameter] and isinstance(value, torch.Tensor):
+                    local(state[parameter][key]).copy_(local(value))
 
 
 def masters_of(assembly: Assembly) -> dict[str, torch.Tensor]:
     """``masters/NAME`` → what the optimizer holds in storage of its own, such as an fp32 copy of a bf16 parameter."""
-    own = {
-        _first(assembly, name): local(p).untyped_storage().data_ptr()
-        for name, p in assembly.model.named_parameters()
-    }
-    return {
-        f"masters/{name}": held.detach()
-        for name, held in assembly.parameters.items()
-        if local(held).untyped_storage().data_ptr() != own.get(name)
-    }
+    own: dict[str, set[int]] = {}
+    for name, p in assembly.model.named_parameters():
+        own.setdefault(first_name(assembly, name), set()).add(local(p).untyped_storage().data_ptr())
+    found: dict[str, torch.Tensor] = {}
+    for name, held in assembly.parameters.items():
+        if local(held).untyped_storage().data_ptr() not in own.get(first_name(assembly, name), ()):
+            found.setdefault(f"masters/{first_name(assembly, name)}", held.detach())
+    return found
 
 
-def _first(assembly: Assembly, name: str) -> str:
+def first_name(assembly: Assembly, name: str) -> str:
+    """The name that the model which was given has for it, the first where several are tied."""
     plain = plain_name(name)
     return assembly.first_names.get(plain, plain)
 
 
 def optimizer_slots(assembly: Assembly) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, what the optimizer holds for it) of every parameter in its groups, frozen ones too."""
-    names = {id(p): _first(assembly, name) for name, p in assembly.model.named_parameters()}
-    names.update((id(p), name) for name, p in assembly.parameters.items())
+    """(name, what the optimizer holds for it) of every parameter in its groups, frozen ones too.
+
+    A rank that has two stages may hold a tied parameter twice, under one name.
+    """
+    names = {id(p): first_name(assembly, name) for name, p in assembly.model.named_parameters()}
+    names.update((id(p), first_name(assembly, name)) for name, p in assembly.parameters.items())
     for index, group in enumerate(assembly.optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             yield names.get(id(parameter), f"group {index} parameter {place}"), parameter
@@ -120,7 +146,7 @@ def state_tensors(assembly: Assembly) -> dict[str, torch.Tensor]:
     for name, parameter in optimizer_slots(assembly):
         for key, value in assembly.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                found[f"optimizer/{name}/{key}"] = value.detach()
+                found.setdefault(f"optimizer/{name}/{key}", value.detach())
     return found
 
 
@@ -128,12 +154,13 @@ def reordered_state(assembly: Assembly, tensors: Mapping[str, torch.Tensor]) -> 
     """Name of a tensor of the state → its parameter's order; moments are ordered as their parameter is."""
     if not assembly.reordered:
         return {}
-    shapes = {name: tuple(held.shape) for name, held in assembly.parameters.items()}
+    shapes = {first_name(assembly, name): tuple(held.shape) for name, held in assembly.parameters.items()}
+    orders = {first_name(assembly, name): order for name, order in assembly.reordered.items()}
     found: dict[str, Reordered] = {}
     for full, tensor in tensors.items():
         kind, _, name = full.partition("/")
         name = name.rpartition("/")[0] if kind == "optimizer" else name
-        order = assembly.reordered.get(name)
+        order = orders.get(name)
         if order is not None and tuple(tensor.shape) == shapes.get(name, tuple(tensor.shape)):
             found[full] = order
     return found
@@ -192,10 +219,9 @@ def restore_common_state(assembly: Assembly, scheduler: Any, state: Mapping[str,
     """Take back what is common to all ranks."""
     for group, saved in zip(assembly.optimizer.param_groups, state["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key not in _OF_THE_RUN})
-    by_name = dict(optimizer_slots(assembly))
-    for name, values in state["numbers"].items():
-        if name in by_name:
-            assembly.optimizer.state[by_name[name]].update(values)
+    for name, parameter in optimizer_slots(assembly):
+        if name in state["numbers"]:
+            assembly.optimizer.state[parameter].update(state["numbers"][name])
     if state.get("extra"):
         modules = {plain_name(f"{name}.{_EXTRA}"): module for name, module in assembly.model.named_modules()}
         for name, value in state["extra"].items():
@@ -232,7 +258,7 @@ def restore_own_state(
             )
         else:
             lost.append(name)
-    if states is not None:
+    if states is not None and assembly.facts.rank == 0:
         said = f"; {', '.join(lost)} starts anew" if lost else ""
         logger.warning(
             "the checkpoint is of other ranks, whose random streams go on here: other numbers are drawn%s",

@@ -18,6 +18,7 @@ from trine.optim.runtime.checkpoints.slots import (
 from trine.optim.runtime.training_state import (
     common_state,
     masters_of,
+    match_twins,
     model_tensors,
     names_by_group,
     own_state,
@@ -58,7 +59,7 @@ def restore(state: Mapping[str, Any], assembly: Assembly, scheduler: Any) -> tup
     require_no_others("the state", set(wanted), saved)
     require_same_groups(assembly, names_by_group(assembly), state["common"])
     slots = empty_slots(assembly, saved)
-    wanted.update((f"optimizer/{name}/{key}", value) for (name, key), value in slots.items())
+    wanted.update((full, each[0].value) for full, each in slots.items())
     for key, target in wanted.items():
         if isinstance(target, DTensor) != isinstance(saved[key], DTensor):
             raise UnreadableInput(
@@ -69,6 +70,7 @@ def restore(state: Mapping[str, Any], assembly: Assembly, scheduler: Any) -> tup
             target.copy_(saved[key])
     put_masters(assembly, masters, saved)
     put_slots(assembly, slots)
+    match_twins(assembly)
     restore_common_state(assembly, scheduler, state["common"])
     restore_own_state(assembly, state["own"])
     return int(state["step"]), state["own"]["data"]

@@ -35,6 +35,7 @@ from trine.optim.runtime.checkpoints.slots import (
 )
 from trine.optim.runtime.training_state import (
     masters_of,
+    match_twins,
     model_tensors,
     names_by_group,
     reordered_state,
@@ -170,12 +171,13 @@ def _load(
 
     ranks.all(compare, what, UnreadableInput)
     slots = empty_slots(assembly, source.saved)
-    wanted.update((f"optimizer/{name}/{key}", value) for (name, key), value in slots.items())
+    wanted.update((full, each[0].value) for full, each in slots.items())
     begins()
     planner = LoadPlanner(parts_of(wanted, reordered_state(assembly, wanted)))
     ranks.all(lambda: _read(source, planner), what, UnreadableInput)
     put_masters(assembly, masters, source.saved)
     put_slots(assembly, slots)
+    match_twins(assembly)
     same = source.is_laid_out_as(assembly)
     restore_common_state(assembly, scheduler, common)
     ranks.all(

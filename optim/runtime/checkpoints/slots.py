@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -16,10 +16,19 @@ from trine.record.errors import UnreadableInput
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["Slots", "empty_slots", "put_masters", "put_slots", "require_fitting", "require_no_others"]
+__all__ = ["Slot", "Slots", "empty_slots", "put_masters", "put_slots", "require_fitting", "require_no_others"]
 
-#: (parameter's name, key) → optimizer state.
-Slots = dict[tuple[str, str], torch.Tensor]
+
+class Slot(NamedTuple):
+    """One tensor of the optimizer's state."""
+
+    parameter: torch.Tensor
+    key: str
+    value: torch.Tensor
+
+
+#: Those of one name: a rank that has two stages may hold a tied parameter twice. The first is read into.
+Slots = list[Slot]
 
 
 def _shape(described: Any) -> tuple[int, ...]:
@@ -53,43 +62,50 @@ def require_no_others(source: object, wanted: set[str], saved: Mapping[str, Any]
         raise UnreadableInput(f"{source} is of another model: this one has no {extra[0].partition('/')[2]}")
 
 
-def empty_slots(assembly: Assembly, saved: Mapping[str, Any]) -> Slots:
-    """(parameter's name, key) → a tensor to read optimizer state into, placed as the parameter is.
+def empty_slots(assembly: Assembly, saved: Mapping[str, Any]) -> dict[str, Slots]:
+    """Name in the checkpoint → what its state is read into, for the parameters that this rank has.
 
-    Made from what the checkpoint holds, for the parameters that this rank has: only a step of the optimizer's own would
-    make some.
+    Made from what the checkpoint holds: only a step of the optimizer's own would make some. State that lies in slower
+    memory is read into its place there.
     """
-    slots: Slots = {}
-    by_name = dict(optimizer_slots(assembly))
-    group_of = {id(p): group for group in assembly.optimizer.param_groups for p in group["params"]}
+    held: dict[str, list[torch.Tensor]] = {}
+    group_of: dict[int, dict[str, Any]] = {}
+    for group in assembly.optimizer.param_groups:
+        group_of.update((id(parameter), group) for parameter in group["params"])
+    for name, parameter in optimizer_slots(assembly):
+        held.setdefault(name, []).append(parameter)
+    found: dict[str, Slots] = {}
     for full, described in saved.items():
-        if not full.startswith("optimizer/"):
-            continue
-        name, _, key = full.removeprefix("optimizer/").rpartition("/")
-        parameter = by_name.get(name)
-        if parameter is None:
-            continue  # on another rank
-        shape, dtype = _shape(described), _dtype(described)
-        if shape == tuple(parameter.shape) and shape:
-            home = None if assembly.home_of is None else assembly.home_of(parameter, key)
-            if home is not None and home.dtype == dtype:  # in slower memory, straight into it
-                slots[name, key] = placed(home, parameter) if isinstance(parameter, DTensor) else home
-                continue
-            slots[name, key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            continue
-        group = group_of[id(parameter)]
-        # As torch.optim.Optimizer has it: the step count lies on the device only for kernels that read it there.
-        on_device = key != "step" or group.get("capturable") or group.get("fused")
-        slots[name, key] = torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-    return slots
+        if full.startswith("optimizer/"):
+            name, _, key = full.removeprefix("optimizer/").rpartition("/")
+            slots = [
+                Slot(p, key, _empty(assembly, p, key, described, group_of[id(p)])) for p in held.get(name, ())
+            ]
+            if slots:  # else it is on another rank
+                found[full] = slots
+    return found
 
 
-def put_slots(assembly: Assembly, slots: Slots) -> None:
+def _empty(
+    assembly: Assembly, parameter: torch.Tensor, key: str, described: Any, group: Mapping[str, Any]
+) -> torch.Tensor:
+    shape, dtype = _shape(described), _dtype(described)
+    home = None if assembly.home_of is None else assembly.home_of(parameter, key)
+    if home is not None:
+        return placed(home, parameter) if isinstance(parameter, DTensor) else home
+    if shape == tuple(parameter.shape) and shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # As torch.optim.Optimizer has it: the step count lies on the device only for kernels that read it there.
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def put_slots(assembly: Assembly, slots: Mapping[str, Slots]) -> None:
     """Give the optimizer its state, in place of what it has."""
-    by_name = dict(optimizer_slots(assembly))
     assembly.optimizer.state.clear()
-    for (name, key), value in slots.items():
-        assembly.optimizer.state[by_name[name]][key] = value
+    for each in slots.values():
+        for slot in each:
+            assembly.optimizer.state[slot.parameter][slot.key] = slot.value
 
 
 def put_masters(assembly: Assembly, masters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
