@@ -84,6 +84,7 @@ APPLIED = frozenset(
         "offload.path",
         "offload.tile_mib",
         "parallel.chunks",
+        "parallel.context",
         "parallel.data",
         "parallel.microbatches",
         "parallel.pipeline",
@@ -349,13 +350,6 @@ class Config:
         from trine.optim.dialects import read_deepspeed
 
         return read_deepspeed(source, ranks=ranks).config
-
-    @classmethod
-    def from_accelerate(cls, source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Config:
-        """From Accelerate's YAML, a path or a dictionary; see :func:`trine.optim.dialects.read_accelerate`."""
-        from trine.optim.dialects import read_accelerate
-
-        return read_accelerate(source, ranks=ranks).config
 
     def to_dict(self) -> dict[str, Any]:
         """Nested tables of the keys that differ from their default: what this configuration changes."""

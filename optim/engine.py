@@ -100,6 +100,7 @@ def optimize(
         given |= config.changes() | _settings(model, facts, loss_fn, clip_norm, scheduler, nonfinite)
         given.pop("offload.path", None)  # a disk of each rank's own
     from trine.optim.runtime.adoption import first_names, named_parameters
+    from trine.optim.runtime.paths import watch_paths
     from trine.optim.runtime.saved_tensors import count_when_heard
 
     assembly = Assembly(
@@ -113,6 +114,7 @@ def optimize(
         count_when_heard(assembly)
         for finish in assembly.finish:
             finish(assembly)
+        watch_paths(assembly)
     except BaseException:
         _close_all(assembly.closers)  # no thread, group or switch is left of a run that never began
         raise
@@ -167,7 +169,10 @@ def _naming_lost_ranks(function: Callable[_Arguments, _Result]) -> Callable[_Arg
             from trine.optim.runtime.lost_ranks import explained
 
             engine: Any = arguments[0]
-            told = explained(error, engine._facts.rank, engine._facts.ranks, engine.step_index)
+            paths = engine._assembly.paths
+            told = None if paths is None else paths.told_of(error)
+            if told is None:
+                told = explained(error, engine._facts.rank, engine._facts.ranks, engine.step_index)
             if told is None:
                 raise
             raise told from error
@@ -372,6 +377,7 @@ class Engine(Staged, Persistent):
             self._require_same_batch(batch)
             if not isinstance(batch, Gathered):  # whose micro-batches are moved one by one
                 batch = to_device(batch, self._facts.device)
+            self._rehearse(batch)
             self._loss = self._run(batch)
         except BaseException as error:
             self._fail(error)
@@ -412,6 +418,8 @@ class Engine(Staged, Persistent):
             require_loss(loss)
             if counted:
                 require_count(weight)
+            elif self._assembly.uncounted is not None:
+                self._assembly.uncounted()
             emit("phase", name="backward")
             if position == last:
                 self._stage = _EXCHANGING
@@ -427,6 +435,8 @@ class Engine(Staged, Persistent):
     def _forward(self, piece: Any) -> Any:
         assert self._loss_fn is not None
         piece = to_device(piece, self._facts.device)
+        if self._assembly.part is not None:
+            piece = self._assembly.part(piece)
         emit("phase", name="forward")
         with self._contexts():
             return self._loss_fn(self.model, piece)

@@ -81,10 +81,10 @@ class Update:
         require_gradient(loss)
         with self._contexts():
             if nothing is None:
-                scaled.backward()  # type: ignore[no-untyped-call]
+                self._run(scaled)
                 return
             with zero_gradients(self._assembly.model, loss, nothing):
-                scaled.backward()  # type: ignore[no-untyped-call]
+                self._run(scaled)
 
     def weigh(self, loss: torch.Tensor, weight: Any, counted: bool) -> torch.Tensor:
         """Count ``loss`` in, and return what a pipeline's schedule is to call backward on, a tensor without dimensions."""
@@ -271,7 +271,10 @@ class Update:
         if self._assembly.facts.ranks > 1:
             require_gradient(loss)
             with self._contexts(), zero_gradients(self._assembly.model, loss):
-                loss.backward()  # type: ignore[no-untyped-call]
+                self._run(loss)
+
+    def _run(self, scaled: torch.Tensor) -> None:
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def _unit_of(self, weight: Any, agree: bool) -> float:
         """A power of two near a whole step's weight, set once: summed gradients stay in the range of a mean's.

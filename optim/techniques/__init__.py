@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from trine.optim.config import Config
+from trine.optim.dialects.deepspeed import BESIDE, SAID
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
@@ -35,6 +36,7 @@ __all__ = [
     "refusals",
     "require_applicable",
     "techniques",
+    "techniques_of",
     "tolerance_of",
 ]
 
@@ -69,15 +71,25 @@ def techniques() -> tuple[Technique, ...]:
     return tuple(sorted(found, key=lambda technique: technique.ORDER))
 
 
+def techniques_of(config: Config) -> tuple[Technique, ...]:
+    """Those that are applied to ``config``, in their order: all, or with another engine those that stand beside it."""
+    if config.engine == "torch":
+        return techniques()
+    beside = {"engine", *BESIDE}
+    return tuple(technique for technique in techniques() if beside.intersection(technique.KEYS))
+
+
 def refusals(config: Config) -> dict[str, str]:
     """Key path → why this version cannot apply what ``config`` says there. Empty: all of it can be."""
     answered = {key for technique in techniques() for key in technique.KEYS}
+    if config.engine == "deepspeed":
+        answered |= SAID
     found = {
         key: f"this version has no technique for {key}: take the key out"
         for key in config.changes()
         if key not in answered
     }
-    for technique in techniques():
+    for technique in techniques_of(config):
         reason = technique.refusal(config)
         if reason:
             key = next(key for key in technique.KEYS if key in reason)

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     import torch
 
     from trine.optim.config import Config
+    from trine.optim.engine import Engine
     from trine.optim.runtime.exchange import Reduction
     from trine.optim.runtime.exchange.thread import CommunicationThread
+    from trine.optim.runtime.paths import Paths
 
 __all__ = [
     "Assembly",
@@ -185,6 +187,12 @@ class Assembly:
     accumulation: int = 1
     #: A batch → its micro-batches; ``None`` cuts into ``accumulation`` equal pieces.
     cut: Callable[[Any], list[Any]] | None = None
+    #: A micro-batch → what of it this rank computes on, where ranks share samples.
+    part: Callable[[Any], Any] | None = None
+    #: Told of losses that came without a token count; raises where that matters.
+    uncounted: Callable[[], None] | None = None
+    #: Run once, with the loss function and the first batch, before the first step; raise where they cannot be used.
+    rehearsals: list[Callable[[Callable[[Any, Any], Any], Any], None]] = field(default_factory=list)
     #: Whether ``train_step`` runs the steps (there is a ``loss_fn``), so that batches can be cut and gathered.
     whole_steps: bool = False
     #: Sees what ``engine(...)`` is called with while gradients are on; raises where only ``train_step`` can do it.
@@ -224,11 +232,16 @@ class Assembly:
     process_group: torch.distributed.ProcessGroup | None = None
     #: Runs ``reduction``; :func:`trine.optim.runtime.exchange.thread.thread_of` makes it when first needed.
     communication: CommunicationThread | None = None
+    #: Compares the modules that this rank calls with those of the others; set when all techniques have been applied.
+    paths: Paths | None = None
+    #: Makes the engine, where another runs the steps than this package's own.
+    engine: Callable[..., Engine] | None = None
+    #: As ``trine.optimize`` was given it, for those that clip by themselves.
+    clip_norm: float | None = None
     #: Run once, when every technique has been applied.
     finish: list[Callable[[Assembly], None]] = field(default_factory=list)
-    #: Name → state that a checkpoint must hold. Where it is a rank's own and another number of ranks goes on, one that
-    #: has ``load_resharded(states, ranks)`` is given the states of all ranks that saved (see
-    #: :mod:`trine.optim.runtime.checkpoints.resharding`); others start anew, and that is said.
+    #: Name → state that a checkpoint must hold. Where other ranks go on than those that saved, one that has
+    #: ``load_resharded(states, rank, ranks)`` is given the states of all that saved; others start anew, and that is said.
     state: dict[str, Stateful] = field(default_factory=dict)
     #: Called before parameters and optimizer state are read or written from outside, by a checkpoint, between steps: waits
     #: for what is being written to slower memory, and raises ``TrainingError`` where that is damaged.

@@ -135,8 +135,7 @@ def test_every_configuration_survives_toml(changes: dict[str, Any]) -> None:
 
 def test_what_the_runtime_applies_is_what_techniques_answer_for() -> None:
     assert {key for technique in techniques() for key in technique.KEYS} == APPLIED
-    default = Config()
-    assert all(hasattr(getattr(default, key.partition(".")[0]), key.partition(".")[2]) for key in APPLIED)
+    assert set(Config.keys()) >= APPLIED
 
 
 def test_configuring_imports_no_torch() -> None:

@@ -150,7 +150,7 @@ def test_a_kill_between_two_names_leaves_the_one_before(
     folder.rename(tmp_path / "run.previous")
     assert engine.load(folder) == 0
     assert "the one before is whole, in" in caplog.text
-    fails = mock.patch.object(writing, "_rename", side_effect=OSError(5, "Input/output error"))
+    fails = mock.patch.object(writing, "renamed_when_whole", side_effect=OSError(5, "Input/output error"))
     with fails, pytest.raises(UsageError, match="Input/output error"):
         engine.save(folder)
     assert engine.load(folder) == 0

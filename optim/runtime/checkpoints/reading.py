@@ -101,6 +101,10 @@ class _Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.described = described(folder)
+        if self.described.get("engine") == "deepspeed":
+            raise UnreadableInput(
+                f'{folder} was written by engine = "deepspeed": load it under that engine, with the same zero.stage and ranks'
+            )
         self.files: dict[str, Any] | None = self.described.get("files")
         self.reader = Reader(folder, self.files)
         self.saved = _saved_tensors(self.reader)

@@ -44,7 +44,7 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["Job", "Plans", "prepared", "written"]
+__all__ = ["Job", "Plans", "make_place", "plain", "prepared", "renamed_when_whole", "written"]
 
 logger = logging.getLogger("trine")
 
@@ -101,10 +101,10 @@ def prepared(
         for settle in assembly.settle:
             settle()
         if ranks.rank == 0:
-            _make_place(folder)
+            make_place(folder)
         tensors = state_tensors(assembly)
         parts.extend(parts_of(tensors, reordered_state(assembly, tensors)))
-        own.append(_plain({**own_state(assembly), "data": dict(data())}))
+        own.append(plain({**own_state(assembly), "data": dict(data())}))
         same = plans.mine is not None and plans.key == tuple(part.key for part in parts)
         return same, bool(ranks_own(assembly)), assembly.facts.layout.data_rank
 
@@ -120,7 +120,7 @@ def prepared(
     common = b""
 
     def together() -> bytes:
-        return _plain(common_state(assembly, scheduler, plans.names, ranks.results(loose)))
+        return plain(common_state(assembly, scheduler, plans.names, ranks.results(loose)))
 
     common = ranks.first(together, what) or b""
     layout = assembly.facts.layout
@@ -135,7 +135,8 @@ def prepared(
     return Job(folder, what, step, keep, planner, plans, own[0], common, values)
 
 
-def _make_place(folder: Path) -> None:
+def make_place(folder: Path) -> None:
+    """Room to write ``folder`` beside it. Raises ``UsageError`` where something else is there."""
     before, partial = previous_of(folder), partial_of(folder)
     if not (folder / DESCRIPTION).exists():
         if folder.exists() and (folder.is_file() or any(folder.iterdir())):
@@ -148,7 +149,7 @@ def _make_place(folder: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _plain(values: Mapping[str, Any]) -> bytes:
+def plain(values: Mapping[str, Any]) -> bytes:
     """Pickled; it is read without trusting it, so it must be plain: that is found now, and not at the resume."""
     buffer = io.BytesIO()
     torch.save(_without_tensors(values), buffer)
@@ -233,12 +234,13 @@ def _publish(job: Job, writer: Writer, results: list[Any]) -> None:
         files |= described
     files |= writer.described
     write_description(job.partial, job.values | {"files": files})
-    _rename(job.partial, job.folder)
+    renamed_when_whole(job.partial, job.folder)
     if job.keep is not None:
         forget_old(job.folder, job.keep)
 
 
-def _rename(partial: Path, folder: Path) -> None:
+def renamed_when_whole(partial: Path, folder: Path) -> None:
+    """Put what was written in its place; a kill at any moment leaves it, or the one before."""
     before = previous_of(folder)
     if folder.exists():
         shutil.rmtree(before, ignore_errors=True)
