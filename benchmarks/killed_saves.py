@@ -117,7 +117,9 @@ def _trial(run: _Run, place: Path, generator: random.Random) -> Trial:
     shared = mmap.mmap(-1, 4096)
     ranks = _start(place, lambda rank: _train(rank, place, run, shared, None))
     began = time.monotonic()
-    while _published(shared) < 0 or generator.random() > 0.5:  # some are killed at their first save, some later
+    while (
+        _published(shared) < 0 or generator.random() > 0.5
+    ):  # some are killed at their first save, some later
         if time.monotonic() - began > LIMIT_S or any(_ended(pid) for pid in ranks):
             _kill(ranks)
             return Trial(run.name, "", "training", -1, -1, False, f"did not train: {_said(place)}")
@@ -357,7 +359,9 @@ def _losses_that_differ(folder: Path) -> dict[str, str]:
         right = dict(line.split(" ") for line in lines)
         wrong = [step for step, values in losses.items() if values != {right.get(str(step))}]
         if wrong:
-            bad[name] = f"losses of step {min(wrong)} on rank {rank} differ from those of a run that was not killed"
+            bad[name] = (
+                f"losses of step {min(wrong)} on rank {rank} differ from those of a run that was not killed"
+            )
     return bad
 
 

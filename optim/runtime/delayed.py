@@ -13,7 +13,7 @@ applies nothing, and what is left at the end is applied by a flush.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,15 @@ class DelayedGradients:
             )
         flats = [flat.to(self._device).clone() for flat in state["flats"]]
         self._flight = _Flight(flats, state["counts"].to(self._device), list(state["missing"]), [])
+
+    def load_resharded(self, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+        """Take over what other ranks summed: the means are the same on all, weights are sums over those that there were."""
+        state = dict(states[0])
+        if "counts" in state:
+            state["counts"] = state["counts"] * (ranks / len(states))
+            missing = [set(each["missing"]) for each in states]
+            state["missing"] = sorted(set.intersection(*missing))
+        self.load_state_dict(state)
 
     # --- one flight ----------------------------------------------------------------------------
 

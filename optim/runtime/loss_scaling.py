@@ -10,7 +10,7 @@ whether ranks that hold different shards agree. What it computes with is the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -122,3 +122,7 @@ class LossScaler:
         self._sound = int(state["sound_steps"])
         self._in_a_row = int(state["skipped_in_a_row"])
         self._skipped = int(state["skipped_steps"])
+
+    def load_resharded(self, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+        """Take it back from other ranks: it was the same on all."""
+        self.load_state_dict(states[0])

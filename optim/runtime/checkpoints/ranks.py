@@ -28,8 +28,8 @@ class Ranks:
     ) -> list[_Result]:
         """Run on every rank; the results by rank, on every rank. Small ones: all are sent to all.
 
-        Where it fails on any, raises on all: this package's own errors as they are, others as ``kind`` that begins with
-        ``what``, which could not be done.
+        Where it fails on any, raises on all what the first of them says: this package's own errors as they are, others as
+        ``kind`` that begins with ``what``, which could not be done.
         """
         said, result, failed = self._tried(act, what)
         if self.ranks == 1:
@@ -95,11 +95,12 @@ class Ranks:
     def _raise_first(
         self, failures: list[tuple[str | None, type]], own: Exception | None, kind: type[TrineError]
     ) -> None:
-        if isinstance(own, TrineError):
-            raise own
         for said, raised in failures:
-            if said is not None:
-                raise (raised if issubclass(raised, TrineError) else kind)(said) from own
+            if said is None:
+                continue
+            if isinstance(own, TrineError) and str(own) == said:
+                raise own
+            raise (raised if issubclass(raised, TrineError) else kind)(said) from own
 
 
 def reason_of(error: BaseException) -> str:

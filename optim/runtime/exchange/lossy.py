@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +56,11 @@ class Lossy:
             self.residuals.load_state_dict(state.get("residuals", {}))
         if self.generator is not None and "generator" in state:
             self.generator.set_state(state["generator"])
+
+    def load_resharded(self, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+        """Take over what other ranks had; the generator goes on as this rank's."""
+        if self.residuals is not None:
+            self.residuals.load_resharded([state.get("residuals", {}) for state in states], rank, ranks)
 
 
 class Compressed:
@@ -123,3 +128,9 @@ class Compressed:
         self._step = int(state["step"])
         self._scale = state["scale"]
         self.lossy.load_state_dict(state["lossy"])
+
+    def load_resharded(self, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+        """Take over what other ranks had."""
+        self._step = int(states[0]["step"])
+        self._scale = states[0]["scale"]
+        self.lossy.load_resharded([state["lossy"] for state in states], rank, ranks)

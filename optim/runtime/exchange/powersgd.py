@@ -94,6 +94,11 @@ class PowerSGD(Lossy):
         super().load_state_dict(state)
         self._q = {name: q.clone() for name, q in state["q"].items()}
 
+    def load_resharded(self, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+        """Take over what other ranks had; Q is the same on all."""
+        super().load_resharded(states, rank, ranks)
+        self._q = {name: q.clone() for name, q in states[0]["q"].items()}
+
     # --- parts -----------------------------------------------------------------------------------
 
     def _keep_factors(self, stepped: bool) -> None:

@@ -95,6 +95,19 @@ class Residuals:
         self._averaged.clear()
         self._pending.clear()
 
+    def load_resharded(self, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+        """Take over those of other ranks, so that what all ranks leave out together stays the same.
+
+        With e_o of R ranks that saved, rank r of R' takes R'/R · Σ e_o over o ≡ r (mod R'): the mean over ranks, which is
+        what is added to the next mean gradient, is unchanged.
+        """
+        summed: dict[str, torch.Tensor] = {}
+        for state in states[rank::ranks]:
+            for name, residual in state.items():
+                summed[name] = summed[name] + residual if name in summed else residual.clone()
+        factor = ranks / len(states)
+        self.load_state_dict({name: residual.mul_(factor) for name, residual in summed.items()})
+
     # --- parts -----------------------------------------------------------------------------------
 
     def _piece(self, piece: Piece, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

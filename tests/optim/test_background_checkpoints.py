@@ -1,0 +1,39 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rank_pool import RankPool
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_is_written_is_the_state_at_the_call(two_ranks: RankPool, stage: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for found in two_ranks.run("checkpoint_cases:background", {"zero.stage": stage}, str(folder)):
+        assert found == {
+            "early": (False, False),  # training had gone on before
+            "path": str(folder),
+            "step": 3,
+            "losses": True,
+            "bits": True,
+            "reused": True,  # of the buffers, at the second save
+            "done": True,
+        }
+
+
+def test_a_failure_is_told_once_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    by_rank = two_ranks.run("checkpoint_cases:background_failure", str(tmp_path / "run"))
+    for rank, found in enumerate(by_rank):
+        assert "No space left on device" in found["told"] and "\n" not in found["told"]
+        assert ("No space left on device" in found["asked"]) == (rank == 0)
+        assert "No space left on device" in found["closing"]
+        assert found["stays"] == 0 and found["saved"] == 1
+    assert not list(tmp_path.glob("*.previous"))
+
+
+def test_closing_waits_for_it(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert all(two_ranks.run("checkpoint_cases:closed_while_saving", str(tmp_path / "run")))
