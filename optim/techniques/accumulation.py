@@ -80,7 +80,7 @@ def refusal(config: Config) -> str | None:
 
 def check(config: Config, facts: Facts) -> None:
     """Raise ``UsageError`` where the numbers do not divide, memory cannot be measured, or a late update cannot be."""
-    plan = plan_of(config, facts.ranks)
+    plan = plan_of(config, facts.layout.data_ranks)
     if plan is not None and plan.automatic and facts.device_type not in ("cpu", "cuda"):
         raise UsageError(
             f'{plan.key} = "auto": the memory of {facts.device_type} devices cannot be measured here: write a number'
@@ -130,7 +130,7 @@ def plan_of(config: Config, ranks: int) -> Plan | None:
 def apply(assembly: Assembly) -> None:
     """Tell the engine how to cut, and put the late update in the place of DDP's averaging."""
     config = assembly.config
-    plan = plan_of(config, assembly.facts.ranks)
+    plan = plan_of(config, assembly.facts.layout.data_ranks)
     if plan is not None:
         _apply_plan(assembly, plan)
     elif isinstance(config.accumulation.steps, int) and config.accumulation.steps > 1:

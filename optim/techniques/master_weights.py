@@ -109,11 +109,11 @@ def apply(assembly: Assembly) -> None:
 
     from trine.optim.runtime.masters import Masters, lower
     from trine.optim.runtime.replicas import wrap_anew
-    from trine.optim.runtime.sharding import same_start
+    from trine.optim.runtime.sharding import start_alike
 
     wrapped = isinstance(assembly.model, DistributedDataParallel)
     if assembly.facts.ranks > 1 and not wrapped:
-        same_start(assembly.model, assembly.facts.device)  # DDP would do so for the rounded values alone
+        start_alike(assembly)  # DDP would do so for the rounded values alone
     dtype = _storage(assembly)
     before = {p.dtype for p in assembly.model.parameters() if p.is_floating_point()}
     originals = lower(assembly.model, dtype)

@@ -68,7 +68,13 @@ def check(config: Config, facts: Facts) -> None:
     _check_other_keys(config)
     from trine.optim.runtime.pipelining.plan import plan_of
 
-    plan_of(config, facts)
+    plan = plan_of(config, facts)
+    if plan.schedule.split and config.zero.stage == 3 and config.zero.reshard_after_forward is not False:
+        raise UsageError(
+            f'parallel.schedule = "{config.parallel.schedule}" and zero.stage = 3 cannot be combined: parameters that are '
+            "freed between the two halves of a backward lose gradients. Use zero.stage = 2, or set "
+            "zero.reshard_after_forward = false"
+        )
 
 
 def apply(assembly: Assembly) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +209,7 @@ def _forget(assembly: Assembly, others: set[nn.Parameter]) -> None:
 def _retire(model: nn.Module) -> None:
     """The model that was given has parts without parameters from now on: called, it says what to call instead."""
 
+    @functools.wraps(model.forward)  # its arguments are looked at, as by packing
     def forward(*arguments: Any, **named: Any) -> Any:
         raise UsageError(
             "this model was cut into the stages of a pipeline by trine.optimize: use engine.train_step(batch), and "

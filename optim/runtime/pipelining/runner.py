@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from trine.optim.batches import Divisible, Gathered
 from trine.optim.runtime.pipelining.messages import Forms, Messages, Worked
-from trine.optim.runtime.pipelining.schedules import Schedule, ideal_bubble
+from trine.optim.runtime.pipelining.schedules import Schedule, ideal_bubble, orders_of
 from trine.optim.runtime.pipelining.split import rank_of_stage
 from trine.record.errors import UsageError
 
@@ -71,6 +72,7 @@ class Runner:
         self._began = time.monotonic_ns()
         try:
             with ExitStack() as stack:
+                stack.enter_context(_quiet())
                 for context in self._contexts:
                     stack.enter_context(context())
                 schedule._step_microbatches(
@@ -111,6 +113,13 @@ class Runner:
         else:
             sent += _begun(stage.get_fwd_send_ops(index))
         stage.fwd_cache.pop(index)
+
+    def backward_after(self, work: tuple[int, int]) -> tuple[int, int] | None:
+        """(stage, micro-batch) whose backward comes after that of ``work`` on this rank."""
+        order = orders_of(self._schedule, self._ranks, len(self._modules), self.microbatches)
+        backwards = [(stage, index) for kind, stage, index in order[self._group.rank()] if kind in "BI"]
+        place = backwards.index(work) + 1 if work in backwards else len(backwards)
+        return backwards[place] if place < len(backwards) else None
 
     # --- what is measured --------------------------------------------------------------------------
 
@@ -171,6 +180,18 @@ class Runner:
                 stages, microbatches, loss_fn=_output_itself, scale_grads=False
             )
         return self._schedules[microbatches]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch logs the whole schedule beside each error that it passes on."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _output_itself(output: torch.Tensor, target: Any) -> torch.Tensor:

@@ -35,6 +35,9 @@ __all__ = ["LocalStages", "Stage", "Task", "stages_of"]
 class _Left(BaseException):
     """The stage ends here, with this hidden state. No ``except Exception`` of a program's catches it."""
 
+    #: Contexts round the forward: it has run as far as it is to.
+    ends_forward = True
+
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
         self.hidden = hidden
