@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trine.optim.runtime.update import Update
     from trine.optim.techniques import Assembly, Facts
 
-__all__ = ["Staged"]
+__all__ = ["Staged", "evaluating"]
 
 #: Of a tensor, what two ranks' copies are compared by.
 _READ_BYTES = 1 << 20
@@ -73,7 +73,7 @@ class Staged:
         self._require_same_batch(batch)
         assembly = self._assembly
         tally = _Tally(self)
-        with torch.no_grad(), _evaluating(assembly.model):
+        with torch.no_grad(), evaluating(assembly.model):
             pieces = self._pieces(to_device(batch, self._facts.device))
             tally.expect(pieces)
             if assembly.pipeline is not None:
@@ -81,7 +81,7 @@ class Staged:
                 return tally.shared(assembly.pipeline.last_rank)
             for position, piece in enumerate(pieces):
                 tally.loss(assembly.model, piece, position)
-        return tally.mean()
+            return tally.mean()
 
     def _pieces(self, batch: Any) -> list[Any]:
         assembly = self._assembly
@@ -107,13 +107,25 @@ class Staged:
 
     def _loss_of(self, model: Any, piece: Any, share: float) -> tuple[torch.Tensor, Any, bool]:
         assert self._loss_fn is not None
+        piece = to_device(piece, self._facts.device)
+        if self._assembly.part is not None:
+            piece = self._assembly.part(piece)
         with self._contexts():
-            result = self._loss_fn(model, to_device(piece, self._facts.device))
+            result = self._loss_fn(model, piece)
         loss, weight, counted = weighed(result, share, piece)
         require_loss(loss)
         if counted:
             require_count(weight)
+        elif self._assembly.uncounted is not None:
+            self._assembly.uncounted()
         return loss, weight, counted
+
+    def _rehearse(self, batch: Any) -> None:
+        """What must be tried with the program's own loss function, before the first step."""
+        assert self._loss_fn is not None
+        rehearsals, self._assembly.rehearsals = self._assembly.rehearsals, []
+        for rehearsal in rehearsals:
+            rehearsal(self._loss_fn, batch)
 
     def _refuse_under_pipeline(self, call: str) -> None:
         if self._assembly.pipeline is not None:
@@ -166,9 +178,28 @@ class _Tally:
         return loss
 
     def mean(self) -> torch.Tensor:
-        """NaN where nothing was counted."""
+        """Over the ranks that share the sequences; NaN where nothing was counted."""
+        facts = self._engine._facts
+        if facts.layout.context > 1:
+            from torch import distributed
+
+            from trine.optim.runtime.meshes import group_of
+
+            value = self._value()
+            distributed.all_reduce(value, group=group_of(facts, "context"))
+            return value[0] / value[1]
         mean: torch.Tensor = self._summed / self._weight
         return mean
+
+    def _value(self) -> torch.Tensor:
+        """(weight × loss, weight) as ranks exchange them."""
+        import torch
+
+        facts = self._engine._facts
+        wide = torch.float32 if facts.device_type == "mps" else torch.float64
+        value = torch.zeros(2, dtype=wide, device=facts.device)
+        value[0], value[1] = self._summed, self._weight
+        return value
 
     def shared(self, source: int) -> torch.Tensor:
         """The mean that the last stage knows, on all ranks of the pipeline."""
@@ -187,7 +218,8 @@ class _Tally:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode; afterwards each as it was."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

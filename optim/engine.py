@@ -446,7 +446,8 @@ class Engine(Staged, Persistent):
         self._synchronise(self.config.zero.stage >= 2)  # gradients that stay unreduced could not be undone
         loss = weighed(self._forward(piece), 1.0, piece)[0]
         require_loss(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self._update.contexts():
+            loss.backward()  # type: ignore[no-untyped-call]
 
     # --- parts ---------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class Update:
             return
         scaled, nothing = self._scaled(loss, weight, counted)
         require_gradient(loss)
-        with self._contexts():
+        with self.contexts():
             if nothing is None:
                 self._run(scaled)
                 return
@@ -257,7 +257,8 @@ class Update:
         self._summed = self._summed + part if isinstance(self._summed, torch.Tensor) else part
         return scaled, nothing
 
-    def _contexts(self) -> AbstractContextManager[Any]:
+    def contexts(self) -> AbstractContextManager[Any]:
+        """What every backward runs in."""
         contexts = self._assembly.backward_contexts
         if not contexts:
             return nullcontext()
@@ -270,7 +271,7 @@ class Update:
         """No token was valid: nothing is added, but other ranks wait for this one's part in their exchange."""
         if self._assembly.facts.ranks > 1:
             require_gradient(loss)
-            with self._contexts(), zero_gradients(self._assembly.model, loss):
+            with self.contexts(), zero_gradients(self._assembly.model, loss):
                 self._run(loss)
 
     def _run(self, scaled: torch.Tensor) -> None:
