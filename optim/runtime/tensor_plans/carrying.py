@@ -58,6 +58,7 @@ def carry_out(plan: Plan, settings: Settings) -> None:
             else styles.Columns(output_layouts=Replicate())
         )
         _apply(plan.head[1], settings, of_head)
+        plan.head[1].register_forward_hook(lambda _, inputs, output: styles.fresh(output))
     if settings.sequence:
         for members in _runs(plan.blocks):
             _sequence(members[0].module, members[-1].module, settings)
@@ -77,7 +78,8 @@ def _block(block: Block, settings: Settings) -> None:
         for _, norm in attention.norms:
             _apply(norm, settings, styles.HeadNorm())
         _fewer_heads(attention, settings.mesh.size())
-        _own_numbers(attention.module, attention.rows[0][1], settings)
+        if attention.rows:
+            _own_numbers(attention.module, attention.rows[0][1], settings)
     for forward in block.feed_forwards:
         if forward.entry is not None:
             entry = styles.NormBefore if forward.is_behind else styles.Entry
@@ -162,9 +164,7 @@ def _sequence(first: nn.Module, last: nn.Module, settings: Settings) -> None:
     def gather(_: nn.Module, inputs: Any, output: Any) -> Any:
         if streams is not None:
             streams.end()
-        if isinstance(output, tuple):
-            return (styles.moved(output[0], mesh, Shard(1), Replicate()), *output[1:])
-        return styles.moved(output, mesh, Shard(1), Replicate())
+        return styles.first_of(output, lambda x: styles.fresh(styles.moved(x, mesh, Shard(1), Replicate())))
 
     enter: Callable[..., Any] = styles.with_first(first, cut)
 

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from trine.optim.runtime.tensor_plans.styles import fresh
+
 __all__ = ["over_vocabulary", "plain_loss", "plain_outputs"]
 
 _depth = 0
@@ -33,7 +35,7 @@ def over_vocabulary() -> Iterator[None]:
 
 def plain_loss(value: Any) -> Any:
     """A loss that all ranks have, without its placement."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return fresh(value.full_tensor()) if isinstance(value, DTensor) else value
 
 
 def plain_outputs(model: nn.Module) -> Any:

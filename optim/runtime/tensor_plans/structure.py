@@ -63,7 +63,7 @@ def plan_of(
         )
     _vocabulary(model, plan, inside, styles)
     for name, module in model.named_modules():
-        style = styles.get(name)
+        style = styles.get(name) if id(module) not in inside else None
         if style in ("column", "qkv", "gate_up") and not _is_planned(plan, module):
             plan.columns.append(_column(name, module, style))
         elif style == "row" and not _is_planned(plan, module):
@@ -129,7 +129,8 @@ def _block(name: str, block: nn.Module, styles: Mapping[str, str], spread: bool)
         (full, module) for full, module in named if styles.get(full) in ("column", "qkv", "gate_up", "row")
     ]
     own = [(full, module) for full, module in own if id(module) not in taken]
-    forwards = _own_forwards(own, styles)
+    of_own, forwards = _own_regions(name, own, named, styles)
+    attentions += of_own
     taken |= {id(module) for _, module in own}
     left = [(full, module) for full, module in named if id(module) not in taken and is_linear(module)]
     norms = [
@@ -171,15 +172,26 @@ def _column(name: str, module: nn.Module, style: str) -> Column:
     return Column(name, module, (out // parts,) * parts if parts > 1 else ())
 
 
-def _own_forwards(own: Sequence[_Named], styles: Mapping[str, str]) -> list[FeedForward]:
-    """Each of the user's layers by itself: PyTorch's styles are right alone, only their exchanges are not shared."""
-    found = []
+def _own_regions(
+    block_name: str, own: Sequence[_Named], named: Sequence[_Named], styles: Mapping[str, str]
+) -> tuple[list[Attention], list[FeedForward]]:
+    """The user's layers, those of one module together: it is where their input enters, once for all of them."""
+    by_name = dict(named)
+    groups: dict[str, list[_Named]] = {}
     for name, module in own:
-        if styles[name] == "row":
-            found.append(FeedForward((), ((name, module),), None))
+        groups.setdefault(name.rpartition(".")[0], []).append((name, module))
+    attentions, forwards = [], []
+    for parent, members in groups.items():
+        columns = tuple(_column(name, each, styles[name]) for name, each in members if styles[name] != "row")
+        rows = tuple((name, each) for name, each in members if styles[name] == "row")
+        entry = by_name.get(parent) if columns and parent != block_name else None
+        heads = None if entry is None else _number(entry, _HEADS)
+        if entry is not None and heads is not None:
+            key_heads = _number(entry, _KEY_HEADS) or heads
+            attentions.append(Attention(parent, entry, columns, rows, heads, key_heads))
         else:
-            found.append(FeedForward((_column(name, module, styles[name]),), (), None))
-    return found
+            forwards.append(FeedForward(columns, rows, None if entry is None else (parent, entry)))
+    return attentions, forwards
 
 
 # --- attention ---------------------------------------------------------------------------------

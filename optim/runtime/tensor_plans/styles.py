@@ -33,6 +33,8 @@ __all__ = [
     "NormBefore",
     "Rows",
     "SequenceNorm",
+    "first_of",
+    "fresh",
     "moved",
     "with_first",
 ]
@@ -47,7 +49,7 @@ class Columns(ColwiseParallel):
             device_mesh,
             None,
             partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
-            partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+            partial(_leave, self.output_layouts, self.use_local_output),
         )
 
 
@@ -61,8 +63,19 @@ class Rows(RowwiseParallel):
             device_mesh,
             None,
             partial(self._prepare_input_fn, self.input_layouts, desired),
-            partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+            partial(_leave, self.output_layouts, self.use_local_output),
         )
+
+
+def _leave(
+    layouts: tuple[Placement, ...], is_local: bool, module: nn.Module, outputs: DTensor, mesh: DeviceMesh
+) -> torch.Tensor:
+    """As PyTorch's styles, but that plain tensors are there: theirs are waited for at the next operator, which a compiled
+    region or a kernel of somebody's own does not know.
+    """
+    if outputs.placements != layouts:
+        outputs = outputs.redistribute(placements=layouts)
+    return outputs.to_local() if is_local else outputs
 
 
 class SequenceNorm(SequenceParallel):
@@ -126,7 +139,7 @@ class Mixture(ParallelStyle):
         module.register_forward_pre_hook(enter, with_kwargs=True)
 
         def leave(_: nn.Module, inputs: Any, output: Any) -> Any:
-            return _first_of(output, lambda x: moved(x, device_mesh, Replicate(), Shard(1)))
+            return first_of(output, lambda x: moved(x, device_mesh, Replicate(), Shard(1)))
 
         module.register_forward_hook(leave)
         return module
@@ -147,7 +160,7 @@ class ExpertsInside(ParallelStyle):
                 parameter = module._parameters.pop(key)
                 if isinstance(parameter, DTensor):
                     held[key] = parameter
-                    setattr(module, key, parameter.to_local())
+                    vars(module)[key] = parameter.to_local()
                 else:  # left over from a call that failed
                     module._parameters[key] = parameter
             spread = partial(_spread, mesh=device_mesh)
@@ -155,11 +168,11 @@ class ExpertsInside(ParallelStyle):
 
         def leave(_: nn.Module, inputs: Any, output: Any) -> Any:
             for key, parameter in held.items():
-                delattr(module, key)
+                del vars(module)[key]
                 module._parameters[key] = parameter
             held.clear()
             if output is not None:  # None: it failed
-                return _first_of(output, lambda x: moved(x, device_mesh, Partial(), Replicate()))
+                return first_of(output, lambda x: moved(x, device_mesh, Partial(), Replicate()))
             return None
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -177,6 +190,29 @@ def moved(x: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement
     return DTensor.from_local(x, mesh, [before], run_check=False).redistribute(placements=[after]).to_local()
 
 
+class _Fresh(torch.autograd.Function):
+    """The same memory, and no view to autograd."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.data
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def fresh(x: Any) -> Any:
+    """What leaves a module that FSDP2 may wrap. Its hook on an output is lost to what the program does in place to a view.
+
+    For results of collectives, which nothing has saved for backward.
+    """
+    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor) or not x._is_view():
+        return x
+    result: torch.Tensor = _Fresh.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
 def _entered(x: torch.Tensor, mesh: DeviceMesh, plain: Placement) -> torch.Tensor:
     entered = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [plain], run_check=False)
     return entered.redistribute(placements=[Replicate()])
@@ -190,7 +226,8 @@ def _spread(value: Any, mesh: DeviceMesh) -> Any:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def _first_of(output: Any, change: Callable[[Any], Any]) -> Any:
+def first_of(output: Any, change: Callable[[Any], Any]) -> Any:
+    """A module's output with the first of its tensors changed."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
