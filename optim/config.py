@@ -351,6 +351,15 @@ class Config:
 
         return read_deepspeed(source, ranks=ranks).config
 
+    @classmethod
+    def from_accelerate(
+        cls, source: str | Path | Mapping[str, Any], *, ranks: int | None = None, ddp: Any = None
+    ) -> Config:
+        """From Accelerate's YAML, a path or a dictionary; see :func:`trine.optim.dialects.read_accelerate`."""
+        from trine.optim.dialects import read_accelerate
+
+        return read_accelerate(source, ranks=ranks, ddp=ddp).config
+
     def to_dict(self) -> dict[str, Any]:
         """Nested tables of the keys that differ from their default: what this configuration changes."""
         tables: dict[str, Any] = {}

@@ -1,143 +1,25 @@
-"""DeepSpeed's JSON: read into our configuration, and written from it.
+"""DeepSpeed's JSON, read into our configuration.
 
-What one key of theirs and one of ours mean alike stands once, in ``_PAIRS``, and is used in both directions; precision
-and gradient compression, which are several keys on one side, have a function a direction. What becomes of every other
-key of theirs is in :mod:`trine.optim.dialects.deepspeed_keys`.
+What one key of theirs and one of ours mean alike stands in :mod:`trine.optim.dialects.deepspeed_pairs`, for both directions;
+precision and gradient compression, which are several keys on one side, have a function a direction. What becomes of every
+other key of theirs is in :mod:`trine.optim.dialects.deepspeed_keys`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trine.optim.config import Config
 from trine.optim.dialects.deepspeed_keys import ROWS_BY_PATH
+from trine.optim.dialects.deepspeed_pairs import PAIRS, read_path
 from trine.optim.dialects.reading import Imported, Reading, announce, mapping_of, spelled
-from trine.record.errors import UsageError
 
-if TYPE_CHECKING:
-    from trine.optim.techniques._assembly import Facts
+__all__ = ["imported_from", "read_deepspeed", "read_tables"]
 
-__all__ = ["BESIDE", "SAID", "no_counterpart", "read_deepspeed", "to_deepspeed"]
-
-_MIB = 2**20
 #: DeepSpeed clips to this norm where its file says nothing of clipping (``runtime/constants.py``).
 _CLIPS_AT = 1.0
-
-#: Keys of ours that Trine applies itself, to the model and the loader, whoever runs the step.
-BESIDE = frozenset(
-    {
-        "accumulation.global_batch",
-        "accumulation.micro_batch",
-        "accumulation.steps",
-        "checkpointing.every",
-        "checkpointing.mode",
-        "checkpointing.modules",
-        "checkpointing.operators",
-        "compute.attention",
-        "data.length_grouped",
-        "data.pin_memory",
-        "data.prefetch",
-        "data.shape_buckets",
-        "data.workers",
-        "precision.tf32",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Our key and theirs. ``write`` and ``read`` return ``None`` for what the other side says by leaving it out."""
-
-    ours: str
-    theirs: str
-    kinds: tuple[type, ...]
-    write: Callable[[Any, Config], Any] = lambda value, config: value
-    read: Callable[[Any, Reading], Any] = lambda value, reading: value
-
-
-def _element_bytes(config: Config) -> int:
-    """Of the gradients that DeepSpeed exchanges: the parameters' type."""
-    return 2 if config.precision.master_weights else 4
-
-
-def _write_bucket(value: Any, config: Config) -> int:
-    return max(1, round(value * _MIB / _element_bytes(config)))
-
-
-def _read_bucket(value: Any, reading: Reading) -> float | None:
-    if reading.changes.get("zero.stage", 0) >= 2:
-        reading.notes.append(
-            "zero_optimization.reduce_bucket_size is left out: from stage 2 on gradients travel a block at a time"
-        )
-        return None
-    size = 2 if reading.changes.get("precision.master_weights") else 4
-    return float(value * size / _MIB)
-
-
-def _read_overlap(value: Any, reading: Reading) -> bool | None:
-    if value or reading.changes.get("zero.stage", 0) >= 2:
-        reading.notes.append("zero_optimization.overlap_comm is left out: communication overlaps by itself")
-        return None
-    return False
-
-
-def _read_device(value: Any, reading: Reading) -> str | None:
-    if value not in ("none", "cpu", "nvme"):
-        reading.errors.append(f'offload device {spelled(value)}: it takes "none", "cpu" or "nvme"')
-        return None
-    return None if value == "none" else str(value)
-
-
-def _read_path(value: Any, reading: Reading) -> str | None:
-    """Only where something is offloaded to disk; files often keep the key."""
-    devices = {reading.changes.get("offload.optimizer"), reading.changes.get("offload.parameters")}
-    return str(value) if "nvme" in devices else None
-
-
-_PAIRS = (
-    _Pair("zero.stage", "zero_optimization.stage", (int,)),
-    _Pair("accumulation.global_batch", "train_batch_size", (int,)),
-    _Pair("accumulation.micro_batch", "train_micro_batch_size_per_gpu", (int,)),
-    _Pair("accumulation.steps", "gradient_accumulation_steps", (int,)),
-    _Pair(
-        "zero.reshard_after_forward",
-        "zero_optimization.zero_hpz_partition_size",
-        (int,),
-        read=lambda value, reading: value if value > 1 else None,
-    ),
-    _Pair(
-        "zero.quantized_weights",
-        "zero_optimization.zero_quantized_weights",
-        (bool,),
-        read=lambda value, reading: value or None,
-    ),
-    _Pair("communication.overlap", "zero_optimization.overlap_comm", (bool,), read=_read_overlap),
-    _Pair(
-        "communication.bucket_mib",
-        "zero_optimization.reduce_bucket_size",
-        (int,),
-        _write_bucket,
-        _read_bucket,
-    ),
-    _Pair("offload.optimizer", "zero_optimization.offload_optimizer.device", (str,), read=_read_device),
-    _Pair("offload.parameters", "zero_optimization.offload_param.device", (str,), read=_read_device),
-)
-
-#: Keys of ours that DeepSpeed has a counterpart for.
-SAID = frozenset(pair.ours for pair in _PAIRS) | {
-    "communication.compression",
-    "offload.path",
-    "precision.dtype",
-    "precision.loss_scale",
-    "precision.master_weights",
-}
-
-
-# --- reading -----------------------------------------------------------------------------------
 
 
 def read_deepspeed(source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Imported:
@@ -148,7 +30,19 @@ def read_deepspeed(source: str | Path | Mapping[str, Any], *, ranks: int | None 
     is left to the program. Raises ``UsageError`` in one line that names every key that is unknown, was removed, or has
     no counterpart, with what to write instead; ``UnreadableInput`` for what is no JSON.
     """
-    tables, name = mapping_of(source, "DeepSpeed", _parsed)
+    tables, name = read_tables(source)
+    imported = imported_from(tables, name, ranks)
+    announce(imported, name)
+    return imported
+
+
+def read_tables(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The tables of a file of DeepSpeed's, or the dictionary, and what to call it in errors."""
+    return mapping_of(source, "DeepSpeed", _parsed)
+
+
+def imported_from(tables: Mapping[str, Any], name: str, ranks: int | None) -> Imported:
+    """As :func:`read_deepspeed`, from its tables, and says nothing on the logger."""
     reading = Reading(name, ROWS_BY_PATH)
     reading.walk(_normalised(tables))
     _read_precision(reading)
@@ -157,9 +51,7 @@ def read_deepspeed(source: str | Path | Mapping[str, Any], *, ranks: int | None 
     _read_parallel(reading)
     _read_batch(reading, ranks)
     _tell(reading, tables)
-    imported = reading.finished()
-    announce(imported, name)
-    return imported
+    return reading.finished()
 
 
 def _parsed(text: str) -> Any:
@@ -213,7 +105,7 @@ def _read_precision(reading: Reading) -> None:
 
 
 def _read_pairs(reading: Reading) -> None:
-    for pair in _PAIRS:
+    for pair in PAIRS:
         value = reading.pop(pair.theirs, pair.kinds)
         if value is None:
             continue
@@ -222,7 +114,7 @@ def _read_pairs(reading: Reading) -> None:
             reading.set(pair.ours, ours, pair.theirs)
     for table in ("offload_optimizer", "offload_param"):
         path = reading.pop(f"zero_optimization.{table}.nvme_path", str)
-        found = None if path is None else _read_path(path, reading)
+        found = None if path is None else read_path(path, reading)
         if found is not None:
             reading.set("offload.path", found, f"zero_optimization.{table}.nvme_path")
 
@@ -364,148 +256,3 @@ def _tell_of_object(reading: Reading, name: str, kind: str, params: Mapping[str,
     ours = "torch.optim.Adam" if plain else _OPTIMIZERS.get(kind.lower(), kind)
     arguments = f", {given}" if given else ""
     reading.to_do.append(f"pass trine.optimize the optimizer: {ours}(model.parameters(){arguments})")
-
-
-# --- writing -----------------------------------------------------------------------------------
-
-
-def no_counterpart(config: Config) -> str | None:
-    """Why DeepSpeed cannot be handed ``config``: the first key, or value, that it has no counterpart for."""
-    for key, value in config.changes().items():
-        if key == "engine" or key in BESIDE or key in SAID:
-            reason = _cannot_say(config, key, value)
-            if reason:
-                return reason
-        else:
-            return f'{key} has no counterpart in DeepSpeed: take it out, or train with engine = "torch"'
-    return None
-
-
-def _cannot_say(config: Config, key: str, value: Any) -> str | None:
-    torch_engine = 'or train with engine = "torch"'
-    stage = config.zero.stage
-    if value == "auto" and key in (
-        "accumulation.steps",
-        "accumulation.micro_batch",
-        "communication.bucket_mib",
-    ):
-        return f'{key} = "auto" is measured by Trine\'s own engine: write a number under engine = "deepspeed", {torch_engine}'
-    if key == "zero.reshard_after_forward" and (isinstance(value, bool) or stage != 3):
-        return (
-            f"{key}: DeepSpeed takes the size of its second partition there (zero_hpz_partition_size), under zero.stage = 3: write a "
-            f"number of ranks, {torch_engine}"
-        )
-    if key in ("communication.overlap", "communication.bucket_mib") and stage == 0:
-        return f"{key} is a key of DeepSpeed's ZeRO: set zero.stage to 1 or more, {torch_engine}"
-    if key == "zero.quantized_weights" and stage != 3:
-        return f"{key} needs zero.stage = 3 under DeepSpeed, {torch_engine}"
-    if key == "communication.compression":
-        return _cannot_compress(config, str(value), torch_engine)
-    if key == "offload.optimizer" and stage == 0:
-        return f"{key} needs zero.stage = 1 or more under DeepSpeed, {torch_engine}"
-    if key == "offload.parameters" and stage != 3:
-        return f"{key} needs zero.stage = 3 under DeepSpeed, {torch_engine}"
-    if key == "precision.master_weights" and config.precision.dtype not in ("bf16", "fp16"):
-        return f'{key} needs precision.dtype = "bf16" or "fp16" under DeepSpeed, {torch_engine}'
-    if key == "precision.loss_scale" and value != "auto" and not config.precision.master_weights:
-        return f'{key} = {value:g}: DeepSpeed scales by itself under autocast: use "auto", or set precision.master_weights, {torch_engine}'
-    if key == "checkpointing.mode" and value in ("budget", "auto"):
-        return f'{key} = "{value}" measures Trine\'s own steps: use "full" or "selective", {torch_engine}'
-    return None
-
-
-def _cannot_compress(config: Config, value: str, torch_engine: str) -> str | None:
-    key = "communication.compression"
-    if value in ("bf16", "fp16"):
-        if config.precision.master_weights and value != config.precision.dtype:
-            return f'{key} = "{value}" over parameters in {config.precision.dtype}: DeepSpeed exchanges them as they are: drop it, {torch_engine}'
-        return None
-    if value == "int8" and config.zero.stage == 3:
-        return None
-    return (
-        f'{key} = "{value}" has no counterpart in DeepSpeed, which has "bf16", "fp16" and, under zero.stage = 3, "int8": use one of '
-        f"these, {torch_engine}"
-    )
-
-
-def to_deepspeed(config: Config, facts: Facts | None = None) -> dict[str, Any]:
-    """``config`` as DeepSpeed's JSON. ``facts``, of the run it is for, decide what depends on ranks and device.
-
-    Raises ``UsageError`` naming the first key that DeepSpeed has no counterpart for. Clipping belongs to
-    ``trine.optimize``, so it is written as off, where DeepSpeed's own default would clip.
-    """
-    reason = no_counterpart(config)
-    if reason:
-        raise UsageError(reason)
-    found: dict[str, Any] = {}
-    for pair in _PAIRS:
-        if pair.ours in config.changes():
-            _put(found, pair.theirs, pair.write(config[pair.ours], config))
-    if config.offload.path is not None:
-        for table, device in (
-            ("offload_optimizer", config.offload.optimizer),
-            ("offload_param", config.offload.parameters),
-        ):
-            if device == "nvme":
-                _put(found, f"zero_optimization.{table}.nvme_path", config.offload.path)
-    _write_precision(found, config)
-    _write_compression(found, config)
-    found["gradient_clipping"] = 0.0
-    if config.zero.stage:  # any optimizer that PyTorch has, and its own kernels rather than compiled ones
-        found |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    if config.zero.stage == 3 and config.checkpointing.mode == "selective":
-        # Its linear function adds the bias in place to the product that the recomputation keeps: it would be added twice.
-        _put(found, "zero_optimization.memory_efficient_linear", False)
-    if facts is not None:
-        _write_for(found, config, facts)
-    return found
-
-
-def _write_precision(found: dict[str, Any], config: Config) -> None:
-    dtype = config.precision.dtype
-    if dtype in (None, "fp32"):
-        return
-    if not config.precision.master_weights:
-        found["torch_autocast"] = {"enabled": True, "dtype": "bfloat16" if dtype == "bf16" else "float16"}
-        return
-    found[str(dtype)] = {"enabled": True}
-    if dtype == "fp16":
-        scale = config.precision.loss_scale
-        found["fp16"]["loss_scale"] = 0 if scale in (None, "auto") else float(scale or 0)
-        # torch.amp.GradScaler's: halve at the first overflow, double after 2000 good steps
-        found["fp16"] |= {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
-
-
-def _write_compression(found: dict[str, Any], config: Config) -> None:
-    compression = config.communication.compression
-    if compression in ("bf16", "fp16"):
-        found["communication_data_type"] = compression
-    elif compression == "int8":
-        _put(found, "zero_optimization.zero_quantized_gradients", True)
-
-
-def _write_for(found: dict[str, Any], config: Config, facts: Facts) -> None:
-    """The batch, all three of it, and host memory that is only pinned for a device."""
-    from trine.optim.techniques.accumulation import plan_of
-
-    plan = plan_of(config, facts.ranks)
-    steps = config.accumulation.steps
-    count = steps if isinstance(steps, int) else 1
-    micro = 1  # the batches are the program's: DeepSpeed counts by this, and computes nothing from it
-    if plan is not None:
-        micro = plan.micro or plan.share or 1
-        # Not known before the batch is: more than one, for which DeepSpeed keeps sums of offloaded gradients.
-        count = plan.steps or (2 if plan.micro and plan.share is None else 1)
-    found["train_micro_batch_size_per_gpu"] = micro
-    found["gradient_accumulation_steps"] = count
-    found["train_batch_size"] = micro * count * facts.ranks
-    for table in ("offload_optimizer", "offload_param"):
-        if table in found.get("zero_optimization", {}) and facts.device_type == "cpu":
-            found["zero_optimization"][table]["pin_memory"] = False
-
-
-def _put(found: dict[str, Any], path: str, value: Any) -> None:
-    *tables, name = path.split(".")
-    for table in tables:
-        found = found.setdefault(table, {})
-    found[name] = value

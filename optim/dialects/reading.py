@@ -50,6 +50,7 @@ class Reading:
     arguments: dict[str, Any] = field(default_factory=dict)
     to_do: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # reason → keys
     errors: list[str] = field(default_factory=list)
 
     def walk(self, tables: Mapping[str, Any], above: str = "") -> None:
@@ -84,7 +85,7 @@ class Reading:
                 self.errors.append(f"{row.path} = {spelled(value)}: {row.words}")
         elif row.does == "accepted":
             if value is not None:
-                self.notes.append(f"{row.path} is left out: {row.words}")
+                self.left_out.setdefault(row.words, []).append(row.path)
         elif value is not None:
             self.values[row.path] = value
 
@@ -130,6 +131,8 @@ class Reading:
         assert not left or self.errors, f"rows without a translation: {left}"
         if self.errors:
             raise UsageError(f"{self.source}: {'; '.join(self.errors)}")
+        for why, paths in self.left_out.items():
+            self.notes.append(f"left out: {', '.join(paths)} ({why})")
         try:
             config = Config().with_changes(self.changes)
         except TrineError as error:

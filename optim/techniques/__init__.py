@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from trine.optim.config import Config
-from trine.optim.dialects.deepspeed import BESIDE, SAID
+from trine.optim.dialects.deepspeed_pairs import BESIDE, SAID
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError

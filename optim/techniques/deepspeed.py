@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trine.optim.config import Config
-from trine.optim.dialects.deepspeed import no_counterpart, to_deepspeed
+from trine.optim.dialects.deepspeed_writing import no_counterpart, to_deepspeed
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
