@@ -17,6 +17,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -77,6 +78,7 @@ def optimize(
     clip_norm: float | None = None,
     scheduler: Any = None,
     nonfinite: Literal["raise", "skip", "allow"] = "raise",
+    example: Any = None,
 ) -> Engine:
     """Apply ``config`` to a live model and optimizer and return the engine that trains them.
 
@@ -89,12 +91,15 @@ def optimize(
     on all ranks with the first parameter at fault (``"raise"``), is left out (``"skip"``, which reads every gradient),
     or is not looked at (``"allow"``). Under fp16 steps that overflow are always left out, as loss scaling means it.
 
+    ``example`` is a batch like those to come: a pipeline measures on it what each block costs, and sees what its stages need.
+
     Raises ``UsageError``, with the key's name and the way out, for what this version, this machine or this model cannot
     do; model and optimizer are untouched then.
     """
     given: dict[str, Any] = {}
     with agreed(model, given):
         config, facts = _checked(model, optimizer, config)
+        facts = replace(facts, loss_fn=loss_fn, example=example)
         require_settings(optimizer, loss_fn, clip_norm, scheduler, nonfinite)
         require_own_steps(optimizer)
         given |= config.changes() | _settings(model, facts, loss_fn, clip_norm, scheduler, nonfinite)

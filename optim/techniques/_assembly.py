@@ -42,6 +42,9 @@ class Facts:
     backend: str | None  # of the default process group; None without one
     model: torch.nn.Module  # as it was given
     optimizer: torch.optim.Optimizer
+    #: ``loss_fn(model, batch)``, and a batch like those to come, where the program gave them.
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    example: Any = None
 
     @property
     def device_type(self) -> str:

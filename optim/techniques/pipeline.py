@@ -85,7 +85,7 @@ def apply(assembly: Assembly) -> None:
     from trine.optim.runtime.pipelining.cutting import cut
     from trine.optim.runtime.pipelining.plan import plan_of
 
-    plan = plan_of(config, assembly.facts)
+    plan = plan_of(config, assembly.facts, measured=True)
     cut(assembly, plan)
     _tell(assembly, plan)
 

@@ -26,6 +26,12 @@ class Chain:
     names: tuple[str, ...]
     blocks: tuple[nn.Module, ...]
 
+    @property
+    def above(self) -> tuple[str, ...]:
+        """Names of the modules that the blocks stand in, the model itself (an empty name) first."""
+        parts = self.container.split(".") if self.container else []
+        return ("", *(".".join(parts[: depth + 1]) for depth in range(len(parts))))
+
     def __len__(self) -> int:
         return len(self.blocks)
 

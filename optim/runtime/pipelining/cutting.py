@@ -33,7 +33,16 @@ def cut(assembly: Assembly, plan: Plan) -> None:
     place = facts.layout.place("pipeline")
     task = Task()
     stages = [
-        Stage(model, plan.chain, index, plan.stages, plan.blocks(index), facts.device)
+        Stage(
+            model,
+            plan.chain,
+            index,
+            plan.stages,
+            plan.blocks(index),
+            facts.device,
+            plan.behind,
+            frozenset(module for module, needing in plan.needed.items() if index in needing),
+        )
         for index in plan.local(place)
     ]
     for stage in stages:
@@ -98,7 +107,8 @@ def _again(cutter: Cutter, parts: list[Any]) -> list[Any]:
 
 
 def _owners(model: nn.Module, plan: Plan) -> dict[nn.Parameter, set[int]]:
-    """Each parameter's stages: of its block, the first for what comes before the blocks, the last for what comes behind.
+    """Each parameter's stages: of its block, the first for what comes before the blocks, the last for what comes behind,
+    and those that an example showed to need it.
 
     Parameters of the containers themselves belong to both ends, since their use cannot be seen.
     """
@@ -110,18 +120,15 @@ def _owners(model: nn.Module, plan: Plan) -> dict[nn.Parameter, set[int]]:
         for block in plan.chain.blocks[slice(*plan.blocks(stage))]
         for module in block.modules()
     }
-    path = plan.chain.container.split(".") if plan.chain.container else []
-    ancestors = {id(model)} | {
-        id(model.get_submodule(".".join(path[: depth + 1]))) for depth in range(len(path))
-    }
-    passed = False
+    ancestors = {id(model.get_submodule(name)) for name in plan.chain.above}
     for module in model.modules():
-        if id(module) in ancestors:
+        if id(module) in stage_of:
+            stages = {stage_of[id(module)]}
+        elif id(module) in ancestors:
             stages = {0, last}
-        elif id(module) in stage_of:
-            stages, passed = {stage_of[id(module)]}, True
         else:
-            stages = {last} if passed else {0}
+            stages = {last} if id(module) in plan.behind else {0}
+        stages.update(plan.needed.get(id(module), ()))
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).update(stages)
     return owners

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
     from trine.optim.config import Config
+    from trine.optim.runtime.pipelining.example import Shown
     from trine.optim.techniques._assembly import Facts
 
 __all__ = ["LARGEST_BUBBLE", "Plan", "chosen_microbatches", "plan_of"]
@@ -35,6 +36,8 @@ class Plan:
     costs: Costs
     why: str
     microbatches: int | None  # None: chosen by the batch
+    behind: frozenset[int]  # modules outside the blocks that run behind them, by id
+    needed: Mapping[int, tuple[int, ...]]  # id of a module → stages, beside its own, that need it
 
     @property
     def stages(self) -> int:
@@ -68,8 +71,11 @@ class Plan:
         return ", ".join(said)
 
 
-def plan_of(config: Config, facts: Facts) -> Plan:
-    """By the configuration and the model. Raises ``UsageError`` that names the key which cannot be met."""
+def plan_of(config: Config, facts: Facts, measured: bool = False) -> Plan:
+    """By the configuration and the model. Raises ``UsageError`` that names the key which cannot be met.
+
+    ``measured``: by the example as well, where the program gave one; collective then.
+    """
     parallel = config.parallel
     schedule = schedule_of(parallel.schedule, parallel.chunks)
     chunks = parallel.chunks if parallel.chunks > 1 else schedule.default_chunks()
@@ -91,18 +97,45 @@ def plan_of(config: Config, facts: Facts) -> Plan:
             f"parallel.pipeline = {ranks}{f' with {chunks} stages a rank' if chunks > 1 else ''} makes {stages} stages, and "
             f"{chain.container or type(facts.model).__name__} has {len(chain)} blocks: use at most {len(chain)} stages"
         )
-    costs = estimated(facts.model, chain)
-    cuts, why = _cuts(parallel.split, chain, ranks, chunks, schedule, costs)
     wanted = parallel.microbatches or _of_accumulation(config)
     if wanted is not None:
-        _require_runnable(
-            schedule,
-            ranks,
-            chunks,
-            wanted,
-            "parallel.microbatches" if parallel.microbatches else "accumulation.steps",
-        )
-    return Plan(chain, schedule, ranks, chunks, cuts, costs, why, wanted)
+        key = "parallel.microbatches" if parallel.microbatches else "accumulation.steps"
+        _require_runnable(schedule, ranks, chunks, wanted, key)
+
+    def cut(costs: Costs) -> tuple[int, ...]:
+        return _cuts(parallel.split, chain, ranks, chunks, schedule, costs)
+
+    costs = estimated(facts.model, chain)
+    cuts, behind, needed = cut(costs), _registered_behind(facts, chain), {}
+    if measured and facts.example is not None:
+        shown = _shown(config, facts, chain, cut)
+        ids = {name: id(module) for name, module in facts.model.named_modules()}
+        costs, cuts = shown.costs, shown.begins
+        behind = frozenset(ids[name] for name in shown.behind)
+        needed = {ids[name]: stages for name, stages in shown.needed.items()}
+    why = _why(parallel.split, costs)
+    return Plan(chain, schedule, ranks, chunks, cuts, costs, why, wanted, behind, needed)
+
+
+def _shown(config: Config, facts: Facts, chain: Chain, cut: Callable[[Costs], tuple[int, ...]]) -> Shown:
+    from trine.optim.runtime.pipelining.example import show
+
+    if facts.loss_fn is None:
+        raise UsageError("parallel.pipeline: example=… is run with the loss function: give loss_fn=… as well")
+    return show(facts, chain, facts.loss_fn, facts.example, cut)
+
+
+def _registered_behind(facts: Facts, chain: Chain) -> frozenset[int]:
+    """Without an example, what is registered behind the blocks is taken to run behind them."""
+    first = id(chain.blocks[0])
+    found: set[int] = set()
+    inside = {id(module) for block in chain.blocks for module in block.modules()}
+    passed = False
+    for module in facts.model.modules():
+        passed = passed or id(module) == first
+        if passed and id(module) not in inside:
+            found.add(id(module))
+    return frozenset(found)
 
 
 def _of_accumulation(config: Config) -> int | None:
@@ -118,16 +151,23 @@ def _require_runnable(schedule: Schedule, ranks: int, chunks: int, microbatches:
 
 def _cuts(
     split: Any, chain: Chain, ranks: int, chunks: int, schedule: Schedule, costs: Costs
-) -> tuple[tuple[int, ...], str]:
+) -> tuple[int, ...]:
     stages = ranks * chunks
     if split == "layers":
-        return equal_numbers(len(chain), stages), "equal numbers of blocks"
+        return equal_numbers(len(chain), stages)
     if isinstance(split, tuple) and split:
-        return _named(split, chain, stages), "as the configuration names them"
-    cuts = partition(
+        return _named(split, chain, stages)
+    return partition(
         costs.blocks, ranks, chunks, turned=schedule.turned, before=costs.before, behind=costs.behind
     )
-    return cuts, f"equal {costs.kind} cost"
+
+
+def _why(split: Any, costs: Costs) -> str:
+    if split == "layers":
+        return f"equal numbers of blocks; {costs.kind} cost"
+    if isinstance(split, tuple) and split:
+        return f"as the configuration names them; {costs.kind} cost"
+    return f"equal {costs.kind} cost"
 
 
 def _named(split: Sequence[str], chain: Chain, stages: int) -> tuple[int, ...]:

@@ -54,7 +54,10 @@ class Task:
 
 
 class Stage(nn.Module):
-    """Stage ``index`` of ``count``, with blocks ``first`` to ``end`` of the chain, the end excluded."""
+    """Stage ``index`` of ``count``, with blocks ``first`` to ``end`` of the chain, the end excluded.
+
+    ``behind`` are modules, by id, that run behind the blocks; ``shared`` those of other stages that this one needs too.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,8 @@ class Stage(nn.Module):
         count: int,
         blocks: tuple[int, int],
         device: torch.device,
-        shared: frozenset[str] = frozenset(),
+        behind: frozenset[int] = frozenset(),
+        shared: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         self.index, self.count = index, count
@@ -73,7 +77,9 @@ class Stage(nn.Module):
         self._device = device
         self._hidden_name = next(iter(inspect.signature(chain.blocks[0].forward).parameters), "")
         self._copies: list[tuple[nn.Module, nn.Module]] = []  # of a container, and what it is a copy of
-        self._pipeline_model = self._hollow(model, chain, shared)
+        self._behind, self._shared = behind, shared
+        self._replaced: dict[int, nn.Module] = {}  # outside the blocks, by the id of what was given
+        self._pipeline_model = self._hollow(model, chain)
         self._modes = [original.training for _, original in self._copies]
         object.__setattr__(self, "task", Task())
         self._received: torch.Tensor | None = None
@@ -206,31 +212,25 @@ class Stage(nn.Module):
 
     # --- the hollow copy ---------------------------------------------------------------------------
 
-    def _hollow(self, model: nn.Module, chain: Chain, shared: frozenset[str]) -> nn.Module:
+    def _hollow(self, model: nn.Module, chain: Chain) -> nn.Module:
         self._attributes: dict[str, torch.Tensor] = {}
-        path = chain.container.split(".") if chain.container else []
         top = copied = self._copy(model)
         prefix = ""
-        for name in path:
-            behind = False
+        for name in chain.container.split(".") if chain.container else []:
             original = self._copies[-1][1]
             for key, child in original._modules.items():
-                if key == name:
-                    behind = True
-                    continue
-                if child is not None:
-                    copied._modules[key] = self._beside(f"{prefix}{key}", child, behind, shared)
-            self._strip(copied, prefix)
+                if key != name and child is not None:
+                    copied._modules[key] = self._beside(f"{prefix}{key}", child)
+            self._strip(copied, original, prefix)
             child = original._modules[name]
-            assert child is not None
+            assert child is not None, "the list of blocks was found there"
             copied._modules[name] = following = self._copy(child)
-            prefix = f"{prefix}{name}."
-            copied = following
+            prefix, copied = f"{prefix}{name}.", following
         for place, (name, block) in enumerate(zip(chain.names, chain.blocks, strict=True)):
             own = self.first <= place < self.end
             key = name.rpartition(".")[2]
             copied._modules[key] = block if own else Skipped(name, place, self._device, self._met)
-        self._strip(copied, prefix)
+        self._strip(copied, self._copies[-1][1], prefix)
         return top
 
     def _copy(self, module: nn.Module) -> nn.Module:
@@ -245,9 +245,9 @@ class Stage(nn.Module):
         self._copies.append((copy, module))
         return copy
 
-    def _strip(self, copied: nn.Module, prefix: str) -> None:
+    def _strip(self, copied: nn.Module, original: nn.Module, prefix: str) -> None:
         """Parameters of the containers themselves are the first and the last stage's."""
-        if self.is_first or self.is_last:
+        if self.is_first or self.is_last or id(original) in self._shared:
             return
         for key, parameter in list(copied._parameters.items()):
             if parameter is not None:
@@ -256,21 +256,30 @@ class Stage(nn.Module):
                 del copied._parameters[key]
                 copied.__dict__[key] = witness.to(parameter.dtype).expand(parameter.shape)
 
-    def _beside(self, name: str, module: nn.Module, behind: bool, shared: frozenset[str]) -> nn.Module:
-        """A module before or behind the blocks, or what stands for it on this stage."""
-        if (self.is_last if behind else self.is_first) or not any(True for _ in module.parameters()):
-            return module
-        if behind:
-            return Absent(name, self._device)
-        if name in shared:
+    def _beside(self, name: str, module: nn.Module) -> nn.Module:
+        """A module outside the blocks, or what stands for it on this stage."""
+        if id(module) not in self._replaced:
+            self._replaced[id(module)] = self._beside_once(name, module)
+        return self._replaced[id(module)]
+
+    def _beside_once(self, name: str, module: nn.Module) -> nn.Module:
+        parts = [part for part in module.modules() if any(p is not None for p in part._parameters.values())]
+        if all(self._owns(part) for part in parts):
             return module
         if any(parameter is not None for parameter in module._parameters.values()):
+            if id(module) in self._behind:
+                return Absent(name, self._device)
             return StandIn(name, module, self._device)
         copied = self._copy(module)
         for key, child in module._modules.items():
             if child is not None:
-                copied._modules[key] = self._beside(f"{name}.{key}", child, behind, shared)
+                copied._modules[key] = self._beside(f"{name}.{key}", child)
         return copied
+
+    def _owns(self, module: nn.Module) -> bool:
+        if id(module) in self._shared:
+            return True
+        return self.is_last if id(module) in self._behind else self.is_first
 
 
 class LocalStages(nn.Module):
