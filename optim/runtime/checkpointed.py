@@ -68,6 +68,9 @@ class Region:
     moves: bool | None = None
     #: Measures what the module saves, and decides over ``active`` and ``moves``.
     plan: Plan | None = None
+    #: Whether gradients of inputs and of weights are computed by several backwards, as in zero-bubble pipelines: what was
+    #: recomputed for the first is kept for the others. PyTorch by itself would recompute once for each layer.
+    splits_backward: bool = False
     #: Whether the first forward has been looked at for buffers that it changes.
     looked_at: bool = False
 
@@ -178,13 +181,45 @@ def _named(forward: Callable[..., Any], region: Region, *arguments: Any, **named
     _running.saves_inputs = False
     _running.regions.append(region.name)
     try:
-        if region.plan is None:
-            return forward(*arguments, **named)
-        with region.plan.watching(region, arguments, named):
+        with ExitStack() as stack:
+            if region.splits_backward and torch._C._current_graph_task_id() == -1:
+                stack.enter_context(_recomputing_once())
+            if region.plan is not None:
+                stack.enter_context(region.plan.watching(region, arguments, named))
             return forward(*arguments, **named)
     finally:
         _running.regions.pop()
         _running.saves_inputs = before
+
+
+@contextmanager
+def _recomputing_once() -> Iterator[None]:
+    """What a backward was given of a recomputation stays for other backwards over the same graph, as long as that lives.
+
+    ``torch.utils.checkpoint.GraphExecGroup`` shares a recomputation among backwards that have no saved tensor in common;
+    those of a layer's input and of its weights have.
+    """
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: _Once(pack(tensor)), lambda once: once.get(unpack)
+    ):
+        yield
+
+
+class _Once:
+    """A saved tensor of a recomputed module."""
+
+    __slots__ = ("_packed", "_tensor")
+
+    def __init__(self, packed: Any) -> None:
+        self._packed = packed
+        self._tensor: torch.Tensor | None = None
+
+    def get(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Recomputed at the first call."""
+        if self._tensor is None:
+            self._tensor = unpack(self._packed)
+        return self._tensor
 
 
 def _recomputed(

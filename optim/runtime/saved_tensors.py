@@ -152,6 +152,19 @@ class SavedTensors:
         self._back.setdefault(weak.address, weak)
         self._count(0, 0)
 
+    def follow_pipeline(self, assembly: Assembly) -> None:
+        """Keep what is moved apart by stage and micro-batch, and read it ahead in the order of their backwards."""
+        host, pipeline = self.host, assembly.pipeline
+        if host is None or pipeline is None:
+            return
+
+        def note(stage: Any, arguments: Any, named: dict[str, Any]) -> None:
+            host.line = (stage.index, named.get("position", -1))
+
+        for stage in assembly.parts:
+            stage.register_forward_pre_hook(note, with_kwargs=True)
+        host.following = pipeline.backward_after
+
     def watch_gathered(self, model: nn.Module) -> None:
         """Learn which storages hold gathered parameters, from modules that FSDP2 shards."""
         try:
@@ -174,8 +187,19 @@ class SavedTensors:
                 if is_plain(parameter)
             }
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), counting_kept() as kept_bytes:
-            yield
+            try:
+                yield
+            except BaseException as error:
+                if getattr(
+                    error, "ends_forward", False
+                ):  # of a pipeline's stage, which leaves the model midway
+                    self._ended(kept_bytes())
+                raise
             kept = kept_bytes()  # by selective checkpoints, past the hooks
+        self._ended(kept)
+
+    def _ended(self, kept: int) -> None:
+        """A forward has, with so many bytes kept by selective checkpoints."""
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + kept)
         self.plain_peak_bytes = max(self.plain_peak_bytes, self.plain_bytes + kept)
         for after in self.after_forward:
@@ -261,6 +285,7 @@ def saved_tensors_of(assembly: Assembly) -> SavedTensors:
     made = SavedTensors(assembly.facts.model)
     assembly.contexts.append(made)
     assembly.finish.append(lambda done: made.watch_gathered(done.model))
+    assembly.finish.append(made.follow_pipeline)
 
     steps = itertools.count(1)
     made.counting = True

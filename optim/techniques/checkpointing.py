@@ -76,6 +76,11 @@ def check(config: Config, facts: Facts) -> None:
     """Raise ``UsageError`` where nothing matches, or recomputation would not repeat what the forward did."""
     if config.checkpointing.mode == "none":
         return
+    if config.checkpointing.mode in _DECIDES and config.parallel.pipeline > 1:
+        raise UsageError(
+            f'checkpointing.mode = "{config.checkpointing.mode}" and parallel.pipeline cannot be combined: it measures one '
+            'micro-batch at a time, and a stage has several in flight. Use checkpointing.mode = "full" or "selective"'
+        )
     found = _targets(config, facts.model)
     _check_own_checkpoints(facts.model)
     from trine.optim.runtime.checkpointed import normalisations
@@ -110,7 +115,9 @@ def apply(assembly: Assembly) -> None:
 
     operators = (wanted.operators or DEFAULT) if wanted.mode == "selective" else ()
     regions = [Region(name, module, operators) for name, module in _targets(assembly.config, assembly.model)]
+    splits = _splits_backward(assembly.config)
     for region in regions:
+        region.splits_backward = splits
         checkpoint_in_place(region)
     saved_tensors_of(assembly)
     if wanted.mode in _DECIDES:
@@ -121,6 +128,13 @@ def apply(assembly: Assembly) -> None:
     assembly.metrics["checkpointing/modules"] = lambda: float(sum(region.active for region in regions))
     if every := os.environ.get(WATCH):
         _watch(assembly, every)
+
+
+def _splits_backward(config: Config) -> bool:
+    from trine.optim.runtime.pipelining.schedules import schedule_of
+
+    parallel = config.parallel
+    return parallel.pipeline > 1 and schedule_of(parallel.schedule, parallel.chunks).split
 
 
 def _targets(config: Config, model: nn.Module) -> list[tuple[str, nn.Module]]:
