@@ -124,8 +124,11 @@ def clip_gradients(
     for names in sorted(by_sharding):  # the same order on all ranks, whatever each holds
         groups, held = by_sharding[names]
         square = _square(held, like)
+        if groups and square.device.type == "cpu":  # in the host's memory, which a device's group may not reach
+            square = square.to(distributed.distributed_c10d._get_object_coll_device(groups[0]))
         for group in groups:
             distributed.all_reduce(square, group=group)
+        square = square.to(like.device)
         total = square if total is None else total + square
     if total is None:
         total = torch.zeros((), dtype=like.dtype, device=like.device)

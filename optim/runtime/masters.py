@@ -87,6 +87,11 @@ class Masters:
         return self._held.get(master)
 
     @property
+    def summed_bytes(self) -> int:
+        """Of the sums of a step's earlier micro-batches."""
+        return sum(total.numel() * total.element_size() for total in self._sums.values())
+
+    @property
     def count(self) -> int:
         """Parameters that have a master."""
         return len(self._masters)

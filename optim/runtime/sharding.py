@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
@@ -144,7 +144,8 @@ def shard_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
             )
             local = local.narrow(cast(Shard, placement).dim, start, end - start)
     # A view would keep the whole alive.
-    return placed(local.clone(memory_format=torch.contiguous_format), like)
+    local = local.clone(memory_format=torch.contiguous_format)
+    return placed(local.to(like._local_tensor.device), like)
 
 
 # --- stages 2 and 3 ----------------------------------------------------------------------------
@@ -162,7 +163,10 @@ def shard_model(assembly: Assembly, replicas: int, shards: int) -> None:
         assert mesh is not None, "zero's check wants two ranks to shard over"
     else:
         mesh = mesh_of(facts.device_type, replicas, shards)
-    _distribute(assembly, _Wrapping(fully_shard, mesh, inside, outside))
+    everywhere: dict[str, Any] = {}
+    if config.offload.parameters == "cpu":  # offload_state's check wants stage 3
+        everywhere["offload_policy"] = CPUOffloadPolicy(pin_memory=facts.device_type != "cpu")
+    _distribute(assembly, _Wrapping(fully_shard, mesh, inside, outside, everywhere))
 
 
 def replicate_model(assembly: Assembly) -> None:
@@ -187,6 +191,7 @@ class _Wrapping:
     mesh: DeviceMesh
     inside: Mapping[str, Any]  # of blocks
     outside: Mapping[str, Any]  # of the root
+    everywhere: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _distribute(assembly: Assembly, wrapping: _Wrapping) -> None:
@@ -217,7 +222,7 @@ def _wrap_stage(
 ) -> list[nn.Module]:
     """One root and its blocks; returns the blocks."""
     wrap, inside = wrapping.wrap, wrapping.inside
-    keys: dict[str, Any] = {"mesh": wrapping.mesh, "ignored_params": ignored}
+    keys: dict[str, Any] = {"mesh": wrapping.mesh, "ignored_params": ignored, **wrapping.everywhere}
     if policies.wide is not None:
         for norm in [m for m in stage.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]:
             wrap(norm, mp_policy=policies.wide, **keys, **inside)
@@ -247,7 +252,8 @@ def _wrap_spread(
     if mesh is None:  # nobody else holds them: over this rank alone, so that everything has one form
         mesh = alone_mesh(assembly.facts)
     placed_by = {"shard_placement_fn": _across(spread, mesh)} if wrapping.wrap is fully_shard else {}
-    wrapping.wrap(spread, mesh=mesh, mp_policy=policies.inner, **wrapping.inside, **placed_by)
+    keys = {**wrapping.everywhere, **wrapping.inside, **placed_by}
+    wrapping.wrap(spread, mesh=mesh, mp_policy=policies.inner, **keys)
 
 
 def _across(spread: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard] | None:

@@ -11,6 +11,7 @@ later than the one that stands before its inputs, and the engine of autograd run
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,11 +26,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from trine.optim.runtime.host_memory import BufferPool, Copier, CudaCopier
 from trine.optim.runtime.tiers.faults import Faults
 from trine.optim.runtime.tiers.files import DamagedTier, Region, TierFile
+from trine.optim.runtime.tiers.slots import is_dense
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Facts
 
 __all__ = ["BlockParameters"]
+
+logger = logging.getLogger("trine")
 
 _THREADS = 2
 
@@ -94,6 +98,7 @@ class BlockParameters:
         self.regions: dict[nn.Parameter, Region] = {}
         self._order: list[_Block] = []  # as forward used them the first time
         self._ended = False  # a backward's end is told once
+        self._closing = False
         self._here_bytes = 0
         #: Most bytes of these parameters on the device at once, since it was last asked for.
         self._most_bytes = 0
@@ -116,7 +121,7 @@ class BlockParameters:
         held = []
         for parameter in module.parameters():
             region = None
-            if tier == "nvme" and parameter.numel():
+            if tier == "nvme" and parameter.numel() and is_dense(parameter):
                 assert file is not None
                 region = file.take(
                     names.get(parameter, "a parameter"), "values", parameter.detach(), parameter.dtype
@@ -161,7 +166,7 @@ class BlockParameters:
         self._ended = False
         for block in self._blocks:
             if block.is_coming:
-                self._arrive(block)
+                self._drop(block)
             if block.is_here:
                 self._release(block)
 
@@ -183,6 +188,7 @@ class BlockParameters:
         if self._threads is not None:
             self._threads.shutdown(wait=True)
             self._threads = None  # also when the process ends, when no thread starts any more
+        self._closing = True
         for block in self._blocks:
             self._fetch(block)
 
@@ -218,7 +224,13 @@ class BlockParameters:
         ]
         if outputs and torch.is_grad_enabled():
             register_multi_grad_hook(outputs, lambda _: self._enter_backward(block), mode="any")
+            if self._order_is_whole and block is self._order[-1]:
+                return  # backward begins with it
         self._release(block)
+
+    @property
+    def _order_is_whole(self) -> bool:
+        return len(self._order) == len(self._blocks)
 
     def _enter_backward(self, block: _Block) -> None:
         if not self._ended:
@@ -273,13 +285,12 @@ class BlockParameters:
     def _arrive(self, block: _Block) -> None:
         """The computing stream may use the block; the host waits for the disk alone."""
         before = time.monotonic_ns()
+        damaged: DamagedTier | None = None
         for future, held, buffer in block.reading:
             try:
                 future.result()
             except DamagedTier as error:
-                if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-                    raise  # an evaluation: no step follows in which ranks would hear of it
-                self._faults.report(error)
+                damaged = error
             if buffer is not None:
                 event = self._copier.copy(_bytes_of(held.there), buffer[: held.bytes])
                 block.events.append(event)
@@ -293,6 +304,28 @@ class BlockParameters:
         for held in block.held:
             held.parameter.data = held.there
         block.is_here, block.is_coming = True, False
+        if damaged is None:
+            return
+        if self._closing:  # whoever closes an engine after its error wants to hear of that
+            logger.error("%s", damaged)
+            return
+        if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            raise damaged  # an evaluation: no step follows in which ranks would hear of it
+        self._faults.report(damaged)
+
+    def _drop(self, block: _Block) -> None:
+        """Fetched for nobody: end what is under way."""
+        for future, _, buffer in block.reading:
+            future.exception()
+            if buffer is not None:
+                self._pool.give_back(buffer)
+        block.reading.clear()
+        block.is_here, block.is_coming = True, False
+        for event in block.events:
+            if event is not None:
+                self._copier.wait(event, self._copier.computing())
+        block.events.clear()
+        self._release(block)
 
     def _release(self, block: _Block) -> None:
         if not block.is_here:

@@ -109,8 +109,10 @@ class Tiers:
     def _planned(self) -> Plan:
         items = self._items()
         fixed = Plan()
-        fixed.add("device", "parameters", self._resident_bytes())
-        fixed.add("device", "gradients", sum(bytes_of([slot.held]) for slot in self._slots))
+        # FSDP2's CPUOffloadPolicy has shards, and their gradients, in the host's memory.
+        where = "cpu" if self._by_fsdp() else "device"
+        fixed.add(where, "parameters", self._resident_bytes())
+        fixed.add(where, "gradients", self._planned_gradients())
         window = self._window_bytes() if self._config.parameters in ("cpu", "nvme") else 0
         room = self._capacities(fixed)
         found = place(items, room)
@@ -164,6 +166,16 @@ class Tiers:
         if self._assembly.config.zero.stage == 0:
             found.update({id(slot.held): slot.held for slot in self._slots if id(slot.held) not in held})
         return bytes_of([p for key, p in found.items() if key not in moving])
+
+    def _by_fsdp(self) -> bool:
+        return self._config.parameters != "none" and self._assembly.config.zero.stage == 3
+
+    def _planned_gradients(self) -> int:
+        """Each parameter's in its own type, and sums in fp32 where masters and micro-batches ask for them."""
+        trained = [p for p in self._assembly.model.parameters() if p.requires_grad]
+        low = [p for p in trained if p.element_size() < 4]
+        summed = self._masters() is not None and self._assembly.config.accumulation.splits
+        return bytes_of(trained) + (4 * sum(p.numel() for p in low) if summed else 0)
 
     def _window_bytes(self) -> int:
         """Two blocks: the one that computes, and the next."""
@@ -235,8 +247,8 @@ class Tiers:
         return TierFile(Path(str(self._config.path)), size) if size else None
 
     def _tier_of(self, slot: Slot) -> str:
-        if not slot.divisible:
-            return "device"  # numbers, and what does not lie in one piece: too small, or cannot be moved in parts
+        if not slot.divisible:  # a number, or what does not lie in one piece: it is updated where it is
+            return "device" if local(slot.held).device.type == self._assembly.facts.device_type else "cpu"
         return self.plan.tier.get(("optimizer state", _slot_name(slot)), "device")
 
     def _settle_slots(self) -> None:
@@ -291,7 +303,7 @@ class Tiers:
             assembly.collect.insert(0, self._parameters.release_all)
             assembly.collect.insert(1, self._faults.agree)
             assembly.discard.append(self._parameters.release_all)
-        assembly.inspect.append(self._see_gradients)
+        assembly.collect.insert(0, self._see_gradients)
         metrics = assembly.metrics
         metrics["offload/device_bytes"] = lambda: float(self.device_bytes())
         metrics["offload/cpu_bytes"] = lambda: float(self.cpu_bytes())
@@ -312,12 +324,13 @@ class Tiers:
     # --- what is measured ----------------------------------------------------------------------
 
     def _see_gradients(self) -> None:
-        held = [slot.held.grad for slot in self._slots if slot.held.grad is not None]
-        self._gradient_bytes = bytes_of(held)
+        held = [p.grad for p in self._assembly.model.parameters() if p.grad is not None]
+        masters = self._masters()
+        self._gradient_bytes = bytes_of(held) + (0 if masters is None else masters.summed_bytes)
 
     def device_bytes(self) -> int:
         """Most bytes on the device in the last step, of parameters, gradients and optimizer state."""
-        total = self._resident_bytes() + self._gradient_bytes
+        total = 0 if self._by_fsdp() else self._resident_bytes() + self._gradient_bytes
         for name, module in self._blocks.items():
             if self.plan.tier.get(("parameters", name), "device") == "device":
                 total += bytes_of(module.parameters())
@@ -328,6 +341,7 @@ class Tiers:
     def cpu_bytes(self) -> int:
         """Bytes in the host's memory that were moved there, with the tiles' buffers."""
         total = self._state_bytes("cpu") + self.step.slabs.total_bytes
+        total += self._resident_bytes() + self._gradient_bytes if self._by_fsdp() else 0
         return total + (0 if self._parameters is None else self._parameters.host_bytes())
 
     def disk_bytes(self) -> int:
@@ -421,9 +435,13 @@ class Tiers:
         accumulation = self._assembly.config.accumulation.steps
         micro = accumulation if isinstance(accumulation, int) else 1
         copied, on_disk = self.step.moved_by_a_step()
+        moving = [n for n in self._blocks if self.plan.tier.get(("parameters", n), "device") != "device"]
+        last = moving[-1] if moving else None
         for name, module in self._blocks.items():
             tier = self.plan.tier.get(("parameters", name), "device")
-            size = bytes_of(module.parameters()) * 2 * micro
+            # The last block of a forward stays for the backward that begins with it.
+            fetched = 2 * micro - (micro if name == last else 0)
+            size = bytes_of(module.parameters()) * fetched
             copied += size if tier == "cpu" else 0
             on_disk += size if tier == "nvme" else 0
         return copied, on_disk

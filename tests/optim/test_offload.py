@@ -1,0 +1,568 @@
+"""Training state off the device: the same bits, within the plan's bytes, and a damaged or full disk is one clear line."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import offload_cases
+import optim_cases
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import nn
+
+import trine
+from trine.optim.runtime.tiers import files
+from trine.optim.runtime.tiers.files import TierFile, checksum_of
+from trine.record.errors import TrainingError, UsageError
+from trine.samples.gpt import loss_of
+
+CPU = {"offload.optimizer": "cpu", "offload.tile_mib": 0.01}
+
+
+def disk(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"offload.optimizer": "nvme", "offload.path": str(folder), "offload.tile_mib": 0.01, **more}
+
+
+def by_heat(folder: Path) -> dict[str, Any]:
+    return {
+        "offload.optimizer": "auto",
+        "offload.parameters": "auto",
+        "offload.path": str(folder),
+        "offload.device_bytes": 400_000,
+        "offload.cpu_bytes": 300_000,
+    }
+
+
+def whole(folder: Path) -> dict[str, Any]:
+    return disk(folder, **{"offload.parameters": "nvme"})
+
+
+# --- the same bits -----------------------------------------------------------------------------
+
+
+def test_parameters_come_and_go_without_a_trace(tmp_path: Path) -> None:
+    plain = offload_cases.train({}, clip_norm=0.5)
+    for changes in (CPU | {"offload.parameters": "cpu"}, whole(tmp_path), by_heat(tmp_path)):
+        assert plain.is_bitwise(offload_cases.train(changes, clip_norm=0.5)), changes
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "base",
+    [
+        {"accumulation.steps": 2},
+        {"checkpointing.mode": "full"},
+        {"checkpointing.mode": "full", "accumulation.steps": 2},
+        {"checkpointing.mode": "selective"},
+        {"precision.dtype": "bf16"},
+        {"precision.dtype": "fp16"},
+        {"precision.dtype": "bf16", "precision.master_weights": True},
+        {"precision.dtype": "fp16", "precision.master_weights": True, "accumulation.steps": 2},
+        {"offload.activations": "cpu"},
+        {"compute.fuse": ["optimizer"]},
+        {"compute.fuse": ["norm", "mlp"]},
+    ],
+    ids=lambda base: "+".join(f"{key}={value}" for key, value in base.items()),
+)
+def test_beside_other_techniques(base: dict[str, Any], tmp_path: Path) -> None:
+    plain = offload_cases.train(base, optim_cases.small_gpt(layers=4, dropout=0.1))
+    for changes in (CPU | {"offload.parameters": "cpu"}, whole(tmp_path), by_heat(tmp_path)):
+        other = offload_cases.train({**base, **changes}, optim_cases.small_gpt(layers=4, dropout=0.1))
+        assert plain.is_bitwise(other), changes
+
+
+def test_frozen_and_tied_parameters(tmp_path: Path) -> None:
+    """Low-rank adapters round frozen blocks, whose weights backward needs after the adapters' gradients are there."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.base = nn.Linear(32, 32).requires_grad_(False)
+            self.down, self.up = nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.up(self.down(x)) + self.base(x).tanh()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*[Adapted() for _ in range(4)])
+            self.head = nn.Linear(32, 32)
+            self.tail = nn.Linear(32, 32)
+            self.tail.weight = self.head.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.tail(self.head(self.blocks(x)))
+
+    data = [torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def run(changes: dict[str, Any]) -> offload_cases.Trained:
+        def make(model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+        return offload_cases.train(changes, Model(), data, offload_cases.squares, make)
+
+    plain = run({})
+    for changes in (CPU | {"offload.parameters": "cpu"}, whole(tmp_path)):
+        assert plain.is_bitwise(run(changes)), changes
+
+
+def test_evaluations_and_readers_between_steps_see_the_parameters(tmp_path: Path) -> None:
+    seen: list[list[Any]] = []
+
+    def look(engine: Any, step: int) -> None:
+        with torch.no_grad():
+            loss = loss_of(engine.model, optim_cases.batches(5, 4)[4])
+        state = {name: value.clone() for name, value in engine.model.state_dict().items()}
+        moments = [v["exp_avg"].sum() for v in engine.optimizer.state.values()]
+        seen[-1].append((float(loss), state, moments))
+
+    for changes in ({}, CPU | {"offload.parameters": "cpu"}, whole(tmp_path)):
+        seen.append([])
+        offload_cases.train(changes, act=look)
+    for other in seen[1:]:
+        for (loss, state, moments), (ours, theirs, sums) in zip(seen[0], other, strict=True):
+            assert loss == ours and moments == sums
+            assert all(torch.equal(value, theirs[name]) for name, value in state.items())
+
+
+def test_overflowing_steps_leave_the_tiers_alone(tmp_path: Path) -> None:
+    moved: list[float] = []
+
+    def run(changes: dict[str, Any]) -> offload_cases.Trained:
+        huge = 2.0**40  # overflows fp16 at once
+        run = offload_cases.train({"precision.dtype": "fp16", "precision.loss_scale": huge, **changes})
+        moved.append(sum(step.get("offload/moved_bytes", 0.0) for step in run.metrics))
+        return run
+
+    plain = run({})
+    assert not plain.state  # no step was taken
+    assert plain.is_bitwise(run(disk(tmp_path)))
+    assert moved[-1] == 0.0
+
+
+def test_after_an_exception_in_a_step_the_engine_goes_on(tmp_path: Path) -> None:
+    def run(changes: dict[str, Any], fail: bool) -> offload_cases.Trained:
+        failed: list[int] = []
+
+        def loss_fn(model: Any, batch: Any) -> Any:
+            loss = loss_of(model, batch)
+            if fail and not failed and threading.current_thread() is threading.main_thread():
+                failed.append(1)
+                loss.register_hook(lambda _: (_ for _ in ()).throw(ValueError("mine")))
+            return loss
+
+        model = optim_cases.small_gpt(layers=4)
+        engine = trine.optimize(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            trine.Config().with_changes(changes),
+            loss_fn=loss_fn,
+        )
+        data = optim_cases.batches(3, 4)
+        if fail:
+            with pytest.raises(ValueError, match="mine"):
+                engine.train_step(data[0])
+        found = offload_cases.Trained(engine, [float(engine.train_step(batch)) for batch in data], [])
+        engine.close()
+        return found
+
+    assert run({}, False).is_bitwise(run(whole(tmp_path), True))
+
+
+def test_two_ranks_are_bitwise(two_ranks: RankPool, tmp_path: Path) -> None:
+    pairs: list[Any] = [
+        ({}, whole(tmp_path), {"clip_norm": 0.1}),
+        ({"zero.stage": 1}, disk(tmp_path), {"clip_norm": 0.1}),
+        ({"zero.stage": 3}, {"offload.parameters": "cpu", **CPU}, {"clip_norm": 0.1}),
+    ]
+    for results in two_ranks.run("offload_cases:on_ranks", pairs):
+        for same, said in results:
+            assert same, said
+
+
+@pytest.mark.slow
+def test_two_ranks_beside_other_techniques(two_ranks: RankPool, tmp_path: Path) -> None:
+    masters = {"precision.dtype": "bf16", "precision.master_weights": True}
+    pairs: list[Any] = [
+        ({"zero.stage": 2}, disk(tmp_path), {"clip_norm": 0.1}),
+        ({"zero.stage": 3}, disk(tmp_path, **{"offload.parameters": "cpu"}), {}),
+        ({"zero.stage": 3}, {"offload.parameters": "cpu"}, {}),
+        ({"accumulation.steps": 2}, whole(tmp_path), {"clip_norm": 0.1}),
+        (masters, whole(tmp_path), {}),
+        ({**masters, "zero.stage": 1}, disk(tmp_path), {}),
+        ({**masters, "zero.stage": 1, "accumulation.steps": 2}, CPU, {}),
+        ({**masters, "zero.stage": 3}, {"offload.parameters": "cpu", **CPU}, {}),
+        ({"precision.dtype": "fp16", "zero.stage": 1}, disk(tmp_path), {}),
+        ({"accumulation.delayed": True, "accumulation.delayed_warmup_steps": 1}, whole(tmp_path), {}),
+        ({"communication.compression": "int8"}, whole(tmp_path), {}),
+        ({"zero.stage": 3, "communication.compression": "int8"}, disk(tmp_path), {}),
+        ({"zero.stage": 1}, {k: v for k, v in by_heat(tmp_path).items() if k != "offload.parameters"}, {}),
+    ]
+    for results in two_ranks.run("offload_cases:on_ranks", pairs):
+        for same, said in results:
+            assert same, said
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+
+def planned(run: offload_cases.Trained) -> dict[str, float]:
+    """Bytes that the plan states, by tier."""
+    words = next(effect for effect in run.effects if effect.startswith("offload plan"))
+    body = words.split("→ ")[1]
+    found = {}
+    for tier in ("device", "host", "disk"):
+        parts = body.split(f"{tier} ")
+        found[tier] = float(parts[1].split(" MiB")[0]) * 2**20 if len(parts) > 1 else 0.0
+    return found
+
+
+@pytest.mark.parametrize("which", ["cpu", "disk", "whole", "by heat", "tiles alone"])
+def test_bytes_are_those_of_the_plan(which: str, tmp_path: Path) -> None:
+    changes = {
+        "cpu": CPU | {"offload.parameters": "cpu"},
+        "disk": disk(tmp_path),
+        "whole": whole(tmp_path),
+        "by heat": by_heat(tmp_path),
+        "tiles alone": {"offload.tile_mib": 0.01},
+    }[which]
+    run = offload_cases.train(changes, optim_cases.small_gpt(layers=6))
+    plan, last = planned(run), run.metrics[-1]
+    for tier, metric in (("device", "device_bytes"), ("host", "cpu_bytes"), ("disk", "disk_bytes")):
+        measured = last[f"offload/{metric}"]
+        assert abs(measured - plan[tier]) <= 0.05 * plan[tier], (tier, measured, plan)
+    moved = next(effect for effect in run.effects if effect.startswith("offload plan"))
+    if which != "tiles alone":
+        stated = float(moved.split("a step moves ")[1].split(" MiB")[0]) * 2**20
+        assert abs(last["offload/moved_bytes"] - stated) <= 0.05 * stated, (last, moved)
+
+
+def test_the_heat_decides(tmp_path: Path) -> None:
+    run = offload_cases.train(by_heat(tmp_path))
+    plan = planned(run)
+    assert plan["device"] <= 400_000 and plan["host"] <= 300_000 and plan["disk"] > 0
+    words = next(effect for effect in run.effects if effect.startswith("offload plan"))
+    assert "host" in words and "parameters" in words.split("host")[1].split(";")[0]
+    assert "parameters" not in words.split("disk ")[1].split(")")[0]  # colder things are there
+
+
+def test_what_is_on_disk_is_not_in_memory(tmp_path: Path) -> None:
+    """The process's own pages (RssAnon), against the same run in memory: moments of 48 MiB are not there."""
+    script = (
+        "import sys, torch, trine\n"
+        "model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(6)])\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)\n"
+        "config = trine.Config().with_changes(eval(sys.argv[1]))\n"
+        "engine = trine.optimize(model, optimizer, config, loss_fn=lambda m, b: m(b).square().mean())\n"
+        "for _ in range(2): engine.train_step(torch.ones(1, 1024))\n"
+        "print([int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon')][0])\n"
+    )
+
+    def resident(changes: dict[str, Any]) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", script, repr(changes)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            # What is freed goes back at once; else the C library keeps some of it, now more, now less.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        )
+        return int(done.stdout) * 1024
+
+    moments = 2 * 6 * 1025 * 1024 * 4
+    saved = resident({"offload.tile_mib": 1.0}) - resident(disk(tmp_path, **{"offload.tile_mib": 1.0}))
+    assert saved > 0.7 * moments, saved / moments
+
+
+# --- the file ----------------------------------------------------------------------------------
+
+
+def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
+    for changes, what, words in (
+        (disk(tmp_path), "state", ["blocks.0.norm1.bias's exp_avg"]),
+        (whole(tmp_path), "parameters", ["blocks.1.attention.qkv.weight's values"]),
+    ):
+        said, kind, refused = offload_cases.damaged(0, changes, 0, what)
+        assert kind == "DamagedTier" and issubclass(files.DamagedTier, TrainingError)
+        assert all(word in said for word in [*words, str(tmp_path), "elements 0 to", "checkpoint"]), said
+        assert "\n" not in said
+        assert refused or what == "parameters"  # parameters are as they were: the step may be tried again
+        assert offload_cases.damaged(0, changes, None, what) == ("", "", False)  # the healthy control
+
+
+@pytest.mark.parametrize("what", ["state", "parameters"])
+def test_a_flipped_byte_on_one_rank_stops_all(what: str, two_ranks: RankPool, tmp_path: Path) -> None:
+    changes = whole(tmp_path)
+    (own, kind, _), (other, others_kind, _) = two_ranks.run("offload_cases:damaged", changes, 0, what)
+    assert kind == others_kind == "DamagedTier"
+    assert "is not what was written there" in own
+    assert other.startswith("rank 0 has lost a part of the run's state") and own in other
+    assert two_ranks.run("offload_cases:damaged", changes, None, what) == [("", "", False)] * 2
+
+
+def test_a_damaged_state_is_not_saved(tmp_path: Path) -> None:
+    model = optim_cases.small_gpt(layers=4)
+    engine = trine.optimize(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        trine.Config().with_changes(disk(tmp_path)),
+        loss_fn=loss_of,
+    )
+    engine.train_step(optim_cases.batches(1, 4)[0])
+    engine.save(tmp_path / "good")
+    offload_cases.flip(engine, "state")
+    with pytest.raises(TrainingError, match="is not what was written there"):
+        engine.save(tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+    engine.close()
+
+
+def test_a_full_disk_is_found_at_once_with_its_bytes(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    model = optim_cases.small_gpt()
+    # A limit on the file's size fails as a full disk does: where space is reserved.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(
+            UsageError, match=r"offload\.path = .*\d+ bytes are needed there and \d+ are free"
+        ) as raised:
+            offload_cases.train(disk(tmp_path), model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
+    offload_cases.train(disk(tmp_path), model)  # there is room again
+
+
+def test_a_disk_that_fails_while_it_is_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files.os, "pwrite", fail)
+    with pytest.raises(TrainingError, match=r"cannot be written: Input/output error"):
+        offload_cases.train(disk(tmp_path))
+
+
+def test_closing_ends_the_threads_and_leaves_a_model_that_works(tmp_path: Path) -> None:
+    before = threading.active_count()
+    model = optim_cases.small_gpt(layers=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = trine.optimize(model, optimizer, trine.Config().with_changes(whole(tmp_path)), loss_fn=loss_of)
+    data = optim_cases.batches(3, 4)
+    engine.train_step(data[0])
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+    assert threading.active_count() > before
+    engine.close()
+    assert threading.active_count() == before
+    loss_of(model, data[1]).backward()  # PyTorch's own loop goes on from there
+    optimizer.step()
+    plain = optim_cases.small_gpt(layers=4)
+    stepper = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for batch in data[:2]:
+        loss_of(plain, batch).backward()
+        stepper.step()
+        stepper.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+SCRIPT = """
+import os, signal, sys
+import torch, trine
+sys.path.insert(0, sys.argv[1])
+import optim_cases
+from trine.samples.gpt import loss_of
+model = optim_cases.small_gpt()
+engine = trine.optimize(
+    model, torch.optim.AdamW(model.parameters()),
+    {"offload": {"optimizer": "nvme", "parameters": "nvme", "path": sys.argv[2]}}, loss_fn=loss_of,
+)
+engine.train_step(optim_cases.batches(1, 8)[0])
+print(len(os.listdir(sys.argv[2])), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(Path(__file__).resolve().parents[1]), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (found.returncode, found.stdout) == (-9, "0\n"), found.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 4096, 600_001])
+def test_checksums_see_every_kind_of_damage(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    good = checksum_of(data)
+    assert checksum_of(data.clone()) == good
+    for place in {0, size // 2, size - 1}:
+        for bit in (0, 7):
+            damaged = data.clone()
+            damaged[place] ^= 1 << bit
+            assert checksum_of(damaged) != good
+    assert checksum_of(torch.zeros_like(data)) != checksum_of(torch.zeros(size + 1, dtype=torch.uint8))
+    if size > 4096:  # pages that changed places, and one that was not written
+        swapped = torch.cat([data[4096:8192], data[:4096], data[8192:]])
+        assert checksum_of(swapped) != good
+        words = 8 * (1 << 16)
+        assert checksum_of(torch.cat([data[words:], data[:words]])) != good
+        stale = data.clone()
+        stale[4096:8192] = 0
+        assert checksum_of(stale) != good
+
+
+def test_a_region_tells_the_programs_writes_from_damage(tmp_path: Path) -> None:
+    file = TierFile(tmp_path, 8192)
+    region = file.take("weight", "exp_avg", torch.empty(8, 16), torch.float32)
+    region.fill(torch.ones(8, 16), [(0, 64), (64, 128)])
+    buffer = torch.empty(256, dtype=torch.uint8)
+    region.tensor.mul_(3.0)
+    region.notice()
+    region.read(64, 128, buffer)
+    assert bool((buffer.view(torch.float32) == 3.0).all())
+    region.write(0, 64, torch.full((64,), 5.0).view(torch.uint8))
+    assert bool((region.tensor[:4] == 5.0).all())  # the mapping shows what was written
+    region.tensor.numpy()[7, 15] = 4.0
+    region.notice()
+    with pytest.raises(files.DamagedTier, match="elements 64 to 128 of weight's exp_avg"):
+        region.read(64, 128, buffer)
+    region.read(0, 64, buffer)
+    file.close()
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saved", ["none", "disk", "by heat"])
+@pytest.mark.parametrize("resumed", ["none", "cpu", "whole"])
+def test_a_checkpoint_of_any_tier_resumes_bitwise_on_any_other(
+    saved: str, resumed: str, tmp_path: Path
+) -> None:
+    kinds = {
+        "none": {},
+        "cpu": CPU | {"offload.parameters": "cpu"},
+        "disk": disk(tmp_path),
+        "whole": whole(tmp_path),
+        "by heat": by_heat(tmp_path),
+    }
+    data = optim_cases.batches(4, 4)
+
+    def keep(engine: Any, step: int) -> None:
+        if step == 1:
+            engine.save(tmp_path / "checkpoint")
+
+    offload_cases.train(kinds[saved], batches=data[:2], act=keep)
+    plain = offload_cases.train({}, batches=data)
+
+    def resume(model: nn.Module) -> offload_cases.Trained:
+        engine = trine.optimize(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            trine.Config().with_changes(kinds[resumed]),
+            loss_fn=loss_of,
+        )
+        assert engine.load(tmp_path / "checkpoint") == 2
+        losses = [float(engine.train_step(batch)) for batch in data[2:]]
+        found = offload_cases.Trained(engine, losses, [])
+        engine.close()
+        return found
+
+    found = resume(optim_cases.small_gpt(seed=9, layers=4))
+    found.losses = plain.losses[:2] + found.losses
+    assert plain.is_bitwise(found)
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"offload.path": "/tmp"}, ["offload.path", "offload.optimizer"]),
+        ({"offload.cpu_bytes": 5}, ["offload.cpu_bytes", "auto"]),
+        ({"offload.overlap": False}, ["offload.overlap", "offload.optimizer"]),
+        ({"offload.device_bytes": 5}, ["offload.device_bytes", "accumulation.micro_batch"]),
+        ({"offload.parameters": "cpu"}, ["offload.parameters", "offload.optimizer"]),
+        ({"offload.optimizer": "nvme"}, ["offload.path"]),
+        (
+            {"offload.optimizer": "nvme", "offload.path": "/no/such/folder"},
+            ["/no/such/folder", "no such folder"],
+        ),
+        ({**CPU, "offload.parameters": "auto"}, ["offload.parameters", "offload.optimizer"]),
+        (
+            {**CPU, "offload.parameters": "cpu", "compute.compile": "blocks"},
+            ["offload.parameters", "compute.compile"],
+        ),
+        (
+            {"offload.optimizer": "auto", "offload.device_bytes": 1000},
+            ["offload.device_bytes", "less than what stays"],
+        ),
+        (
+            {"offload.optimizer": "auto", "offload.device_bytes": 300_000, "offload.cpu_bytes": 50_000},
+            ["offload.cpu_bytes", "offload.path"],
+        ),
+    ],
+)
+def test_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    model = optim_cases.small_gpt()
+    with pytest.raises(UsageError) as raised:
+        trine.optimize(
+            model, torch.optim.AdamW(model.parameters(), lr=0.1), trine.Config().with_changes(changes)
+        )
+    assert all(word in str(raised.value) for word in words), raised.value
+    assert "\n" not in str(raised.value)
+
+
+def test_blocks_are_needed_for_parameters() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match=r"offload\.parameters: the model has no list of like blocks"):
+        trine.optimize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            trine.Config().with_changes({**CPU, "offload.parameters": "cpu"}),
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"zero.stage": 1, **CPU, "offload.parameters": "cpu"}, ["zero.stage = 1", "zero.stage = 3"]),
+        ({"zero.stage": 2, **CPU, "offload.parameters": "cpu"}, ["zero.stage = 2", "zero.stage = 3"]),
+        (
+            {
+                "zero.stage": 3,
+                "offload.optimizer": "nvme",
+                "offload.parameters": "nvme",
+                "offload.path": "/tmp",
+            },
+            ["zero.stage = 3", '"cpu"'],
+        ),
+        (
+            {"zero.stage": 3, "offload.parameters": "cpu", "zero.quantized_weights": True},
+            ["zero.quantized_weights"],
+        ),
+    ],
+)
+def test_refused_on_ranks(changes: dict[str, Any], words: list[str], two_ranks: RankPool) -> None:
+    for said in two_ranks.run("offload_cases:refused", changes):
+        assert all(word in said for word in ["offload.parameters", *words]), said
+        assert "\n" not in said
