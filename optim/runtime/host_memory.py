@@ -21,6 +21,7 @@ import torch
 
 from trine.optim.runtime.activation_schedule import Link
 from trine.optim.runtime.checkpointed import moves_now
+from trine.optim.runtime.tensor_pool import TensorPool, empty_flat
 
 __all__ = ["BufferPool", "ByPlan", "Copier", "HostMemory", "Line", "Offloaded", "Timed"]
 
@@ -136,6 +137,8 @@ class HostMemory:
         self.pool = BufferPool(pinned=is_cuda)
         self._leaving: deque[tuple[torch.Tensor, int, Offloaded, Any]] = deque()
         self._lines: dict[Any, Line] = {}
+        #: Where tensors that come back get their memory; ``None``: from the allocator.
+        self.returning: TensorPool | None = None
         #: The line that packed tensors join: what backward gives back in the opposite order. One for each micro-batch of
         #: a pipeline's stage, whose backwards come in the schedule's order.
         self.line: Any = None
@@ -265,7 +268,7 @@ class HostMemory:
 
     def _start(self, entry: Offloaded) -> tuple[torch.Tensor, Any]:
         # On the computing stream's memory: freed after its use there, it is used again in order.
-        flat = torch.empty(entry.elements, dtype=entry.dtype, device=entry.device)
+        flat = empty_flat(self.returning, entry.elements, entry.dtype, entry.device)
         entry.used = self.copier.copy(flat.view(torch.uint8), entry.host_bytes())
         return flat, entry.used
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trine.optim.runtime.checkpointed import keeps_inputs_exact
+from trine.optim.runtime.tensor_pool import TensorPool, empty_flat
 
 if TYPE_CHECKING:
     from trine.optim.runtime.saved_tensors import Store, Stored
@@ -33,9 +34,12 @@ _LOGARITHMS = ("LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0")
 class LowPrecision:
     """Stores in ``dtype``; with ``inner``, hands the low-precision tensor on to that store."""
 
-    def __init__(self, dtype: torch.dtype, inner: Store | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, inner: Store | None = None, pool: TensorPool | None = None
+    ) -> None:
         self._dtype = dtype
         self._inner = inner
+        self._pool = pool
 
     def choose(self, tensor: torch.Tensor) -> Store | None:
         """This one for what can be rounded, else whatever ``inner`` says."""
@@ -52,12 +56,14 @@ class LowPrecision:
     def put(self, flat: torch.Tensor) -> Stored:
         """Round and keep, or hand on."""
         scale = _scale(flat, self._dtype) if self._dtype is not torch.bfloat16 else None
-        scaled = flat if scale is None else flat * scale
+        scaled = flat
+        if scale is not None:
+            scaled = torch.mul(flat, scale, out=empty_flat(self._pool, flat.numel(), flat.dtype, flat.device))
         if self._dtype is torch.float8_e4m3fn:  # it has no infinity, and conversion would make 448 of one
             scaled = scaled.masked_fill(~flat.isfinite(), float("nan"))
-        low = scaled.to(self._dtype)
+        low = empty_flat(self._pool, flat.numel(), self._dtype, flat.device).copy_(scaled)
         inner = None if self._inner is None else self._inner.choose(low)
-        return _Rounded(low if inner is None else inner.put(low), scale, flat)
+        return _Rounded(low if inner is None else inner.put(low), scale, flat, self._pool)
 
     def _is_rounded(self, tensor: torch.Tensor) -> bool:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not tensor.requires_grad:
@@ -71,9 +77,16 @@ class LowPrecision:
 class _Rounded:
     """The low-precision tensor, here or in the inner store, and its scale."""
 
-    __slots__ = ("_low", "_scale", "device_bytes", "dtype", "elements")
+    __slots__ = ("_low", "_pool", "_scale", "device_bytes", "dtype", "elements")
 
-    def __init__(self, low: torch.Tensor | Stored, scale: torch.Tensor | None, flat: torch.Tensor) -> None:
+    def __init__(
+        self,
+        low: torch.Tensor | Stored,
+        scale: torch.Tensor | None,
+        flat: torch.Tensor,
+        pool: TensorPool | None,
+    ) -> None:
+        self._pool = pool
         self._low = low
         self._scale = scale
         self.dtype = flat.dtype
@@ -84,9 +97,13 @@ class _Rounded:
     def get(self) -> torch.Tensor:
         low = self._low if isinstance(self._low, torch.Tensor) else self._low.get()
         if self._scale is None:
-            return low.to(self.dtype)
+            return self._empty(self.dtype, low).copy_(low)
         # In fp32: a scale near fp16's limits times the value would leave the type of the result on the way.
-        return low.to(torch.float32).div_(self._scale).to(self.dtype)
+        wide = self._empty(torch.float32, low).copy_(low).div_(self._scale)
+        return wide if self.dtype == torch.float32 else self._empty(self.dtype, low).copy_(wide)
+
+    def _empty(self, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        return empty_flat(self._pool, self.elements, dtype, like.device)
 
 
 def _scale(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Activations saved for backward in another form: ``activations.dtype``, ``offload.activations``.
+"""Activations saved for backward in another form: ``activations.dtype``, ``offload.activations``, ``activations.pool``.
 
 One set of hooks stands round every forward. ``activations.dtype`` rounds what is saved; ``offload.activations`` moves
 it to the host's memory or to disk and fetches it back ahead of the backward that needs it; together, what is moved is
@@ -19,6 +19,7 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     from trine.optim.runtime.host_memory import HostMemory
     from trine.optim.runtime.saved_tensors import Store
+    from trine.optim.runtime.tensor_pool import TensorPool
 
 __all__ = ["KEYS", "NUMERICS", "ORDER", "QUANTITY", "apply", "check", "refusal", "tolerance"]
 
@@ -33,10 +34,11 @@ NUMERICS = (
 
 def refusal(config: Config) -> str | None:
     """A pool for the device's own buffers, and what other offloads would need of the path."""
-    if config.activations.pool:
+    activations = config.activations
+    if activations.pool and activations.dtype is None and config.offload.activations == "none":
         return (
-            "activations.pool: this version has no pool of device buffers; the host's buffers of "
-            "offload.activations are pooled by themselves: take the key out"
+            "activations.pool keeps the buffers of offload.activations and activations.dtype for the next step: set one of "
+            "them, or take the key out"
         )
     return None
 
@@ -65,14 +67,16 @@ def apply(assembly: Assembly) -> None:
 
     saved = saved_tensors_of(assembly)
     store: Store | None = None
+    pool = _pool(assembly) if assembly.config.activations.pool else None
     if offload != "none":
         from trine.optim.runtime.host_memory import ByPlan
 
         saved.host = _offload(assembly, offload)
+        saved.host.returning = pool
         is_planned = assembly.config.checkpointing.mode in ("budget", "auto")
         store = ByPlan(saved.host) if is_planned else saved.host
     if dtype is not None:
-        store = LowPrecision(DTYPES[dtype], store)
+        store = LowPrecision(DTYPES[dtype], store, pool)
         note = (
             "inputs of checkpointed modules stay exact"
             if assembly.config.checkpointing.mode != "none"
@@ -101,19 +105,32 @@ def _offload(assembly: Assembly, where: str) -> HostMemory:
     if assembly.config.checkpointing.mode == "selective":
         notes.append("what a selective checkpoint keeps stays on the device")
     assembly.effects.append(Effect("offload.activations", f"on {device}", after, "; ".join(notes)))
-    assembly.metrics["memory/offloaded_activation_bytes"] = _since_last(host)
+    assembly.metrics["memory/offloaded_activation_bytes"] = _since_last(lambda: host.moved_bytes)
     assembly.metrics["memory/offload_buffer_bytes"] = lambda: float(host.host_bytes)
     assembly.closers.append(host.close)
     return host
 
 
-def _since_last(host: HostMemory) -> Callable[[], float]:
+def _pool(assembly: Assembly) -> TensorPool:
+    from trine.optim.runtime.tensor_pool import TensorPool
+
+    pool = TensorPool(assembly.facts.device)
+    assembly.effects.append(
+        Effect("activations.pool", "copies of activations allocated in each step", "kept for the next step")
+    )
+    assembly.metrics["memory/activation_pool_bytes"] = lambda: float(pool.total_bytes)
+    assembly.metrics["memory/activation_pool_allocations"] = _since_last(lambda: pool.made)
+    return pool
+
+
+def _since_last(total: Callable[[], int]) -> Callable[[], float]:
+    """What a count has grown by since the last reading."""
     before = [0]
 
     def read() -> float:
-        moved = host.moved_bytes - before[0]
-        before[0] = host.moved_bytes
-        return float(moved)
+        grown = total() - before[0]
+        before[0] += grown
+        return float(grown)
 
     return read
 

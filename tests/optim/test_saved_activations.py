@@ -476,7 +476,7 @@ def test_buffers_are_large_enough_and_used_again(sizes: list[int]) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"activations.pool": True}, ["activations.pool"]),
+        ({"activations.pool": True}, ["activations.pool", "activations.dtype"]),
         ({"offload.path": "/tmp"}, ["offload.path", ".activations"]),
         (
             {"offload.activations": "nvme", "offload.path": "/no/such/folder"},
