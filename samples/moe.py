@@ -9,7 +9,6 @@ share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from trine.optim.runtime.documents import Documents
 from trine.optim.runtime.packed_attention import Visible
 from trine.samples.gpt import GPT, IGNORED, Attention, GPTConfig, Tables, norm_of
 
-__all__ = ["Experts", "MixtureBlock", "MixtureConfig", "MixtureGPT", "Router"]
+__all__ = ["Experts", "Mixture", "MixtureBlock", "MixtureConfig", "MixtureGPT", "Router"]
 
 #: What the balance loss counts tokens over: this rank's batch, or all ranks'.
 BALANCES = ("rank", "all")
@@ -124,32 +123,38 @@ class Experts(nn.Module):
         return functional.linear(inner, down)
 
 
+class Mixture(nn.Module):
+    """A router and its experts in the place of a feed-forward, (batch, sequence, hidden) to the same."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of what each token's experts make of it."""
+        tokens = x.flatten(0, 1)
+        mixed: torch.Tensor = self.experts(tokens, *self.router(tokens))
+        return mixed.view_as(x)
+
+
 class MixtureBlock(nn.Module):
     """Attention and a mixture of experts, each normalised before and added to its input."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
-        self.fusable: dict[str, str] = {}
-        self.fused: frozenset[str] = frozenset()
         self.norm1 = norm_of(config)
         self.attention = Attention(config)
         self.norm2 = norm_of(config)
-        self.router = Router(config)
-        self.experts = Experts(config)
+        self.mixture = Mixture(config)
         self.dropout = nn.Dropout(config.dropout)
-
-    def set_fused(self, names: Iterable[str]) -> None:
-        """There is nothing here to compute as one region; attention has its own."""
-        self.fused = frozenset(self.fusable) & set(names)
 
     def forward(
         self, x: torch.Tensor, visible: Visible | None = None, tables: Tables | None = None
     ) -> torch.Tensor:
         """Of (batch, sequence, hidden); ``visible`` and ``tables`` as for :class:`trine.samples.gpt.Attention`."""
         x = x + self.dropout(self.attention(self.norm1(x), visible, tables))
-        tokens = self.norm2(x).flatten(0, 1)
-        mixed = self.experts(tokens, *self.router(tokens))
-        result: torch.Tensor = x + self.dropout(mixed.view_as(x))
+        result: torch.Tensor = x + self.dropout(self.mixture(self.norm2(x)))
         return result
 
 

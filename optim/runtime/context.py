@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,14 @@ class Sequences:
             return tensor[:, :short] if tensor.dim() >= 2 and tensor.shape[1] == length else tensor
 
         few = with_tensors(batch, beginning)
-        with torch.no_grad(), torch.random.fork_rng(), evaluating(assembly.model):
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng())
+            stack.enter_context(evaluating(assembly.model))
+            for context in assembly.contexts:
+                stack.enter_context(context())
+            # Autocast would blur what is compared.
+            stack.enter_context(torch.autocast(assembly.facts.device_type, enabled=False))
             whole = _weighed(loss_fn(assembly.model, few))
             parts = _weighed(loss_fn(assembly.model, self.part(few)))
         self.rest()
