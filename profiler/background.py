@@ -100,6 +100,8 @@ class Background:
     ) -> None:
         self.parts: deque[Part] = deque()
         self.samples: deque[tuple[int, str, float]] = deque()
+        #: (direction, stage, index, start, end) of a pipeline's work, in ``perf_counter_ns``.
+        self.microbatches: deque[tuple[str, int, int, int, int]] = deque()
         self.overflow: dict[str, int] = {}
         #: (start, index) of parts, for giving collectives to steps; the training thread appends.
         self.boundaries: deque[tuple[int, int]] = deque([(0, 0)], maxlen=20_000)
@@ -137,6 +139,13 @@ class Background:
         """Something came faster than it could be kept."""
         self.overflow[what] = self.overflow.get(what, 0) + count
 
+    def take_microbatches(self, rows: Sequence[tuple[str, int, int, int, int]]) -> None:
+        """What a stage of a pipeline did in a step. Called in the training thread."""
+        if len(self.microbatches) + len(rows) > MOST_WAITING:
+            self.count_overflow("microbatches", len(rows))
+            return
+        self.microbatches.extend(rows)
+
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD_S):
             self._guard.run("record", self.flush)
@@ -171,10 +180,32 @@ class Background:
                 "metric": metrics,
                 "value": values,
             }
+        worked = [self.microbatches.popleft() for _ in range(len(self.microbatches))]
+        if worked:
+            tables["microbatches"] = self._microbatch_columns(worked)
         regions = [self._regions.finished.popleft() for _ in range(len(self._regions.finished))]
         if regions:
             tables["regions"] = self._region_columns(regions)
         self._write(tables, boundary=not parts or parts[-1].complete)
+
+    def _microbatch_columns(self, worked: Sequence[tuple[str, int, int, int, int]]) -> dict[str, Any]:
+        directions, stages, indexes, starts, ends = zip(*worked, strict=True)
+        started = np.asarray(starts, dtype=np.int64)
+        return {
+            "direction": directions,
+            "stage": stages,
+            "index": indexes,
+            "start_ns": started + self._anchor.offset_ns,
+            "end_ns": np.asarray(ends, dtype=np.int64) + self._anchor.offset_ns,
+            "step": self._steps_at(started),
+        }
+
+    def _steps_at(self, times: Any) -> Any:
+        """The step that each time lies in."""
+        boundaries = list(self.boundaries)
+        starts = np.array([start for start, _ in boundaries], dtype=np.int64)
+        indexes = np.array([index for _, index in boundaries], dtype=np.int64)
+        return indexes[np.maximum(np.searchsorted(starts, times, side="right") - 1, 0)]
 
     def _region_columns(self, regions: Sequence[Region]) -> dict[str, Any]:
         if self._regions.lost:
@@ -248,11 +279,7 @@ class Background:
             union = Spans([start for start, _ in self._spans], [end for _, end in self._spans])
             self._spans = list(zip(union.starts, union.ends, strict=True))
         issued = np.where(times["issued_ns"] != MISSING, times["issued_ns"], times["start_ns"])
-        boundaries = list(self.boundaries)
-        starts = np.array([start for start, _ in boundaries], dtype=np.int64)
-        indexes = np.array([index for _, index in boundaries], dtype=np.int64)
-        row = np.maximum(np.searchsorted(starts, issued, side="right") - 1, 0)
-        columns["step"] = np.where(issued == MISSING, MISSING, indexes[row])
+        columns["step"] = np.where(issued == MISSING, MISSING, self._steps_at(issued))
         for name, column in times.items():
             columns[name] = np.where(column == MISSING, MISSING, column + self._anchor.offset_ns)
         return columns

@@ -43,6 +43,8 @@ class EngineEvents:
             session.marker.base(PHASES.index(name) if name in PHASES else OTHER)
         elif kind == "metric":
             session.log(**{str(values["name"]): values.get("value")})
+        elif kind == "microbatches":
+            session.background.take_microbatches(values["rows"])
         elif kind == "configuration":
             session.guard.run("configuration", self._describe, values)
 

@@ -50,6 +50,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "collectives": SCHEMAS["collectives"],
     "samples": SCHEMAS["samples"],
     "regions": SCHEMAS["regions"],
+    "microbatches": SCHEMAS["microbatches"],
 }
 
 #: Stands for a string that a damaged frame took with it; no name is this.

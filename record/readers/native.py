@@ -92,6 +92,7 @@ def read(source: RankSource) -> Rank:
     rank, content = _read_steps(folder, source.rank)
     rank.collectives = _table(content, "collectives", rank.strings)
     rank.samples = _table(content, "samples", rank.strings)
+    rank.microbatches = _table(content, "microbatches", rank.strings)
     rank.windows = _windows(folder, rank)
     rank.attempts = _earlier(folder, rank)
     return rank

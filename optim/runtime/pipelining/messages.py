@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Form", "Forms", "Messages", "Worked"]
 
-#: (direction F, B, I or W; stage; micro-batch; start and end in ns on the monotonic clock)
+#: (direction F, B, I or W; stage; micro-batch; start and end by perf_counter_ns)
 Worked = tuple[str, int, int, int, int]
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
@@ -210,7 +210,7 @@ class Messages(PipelineStage):
         self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
     ) -> torch.Tensor:
         """Forward of one micro-batch. Errors of the program's stay as they are."""
-        began = time.monotonic_ns()
+        began = time.perf_counter_ns()
         received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
         output: torch.Tensor = self.submod(*received, position=fwd_chunk_id)
         self.fwd_cache[fwd_chunk_id] = ((output,), list(received))
@@ -221,16 +221,16 @@ class Messages(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Backward of one micro-batch, of all or of the input alone."""
-        began = time.monotonic_ns()
+        began = time.perf_counter_ns()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._note("B" if full_backward else "I", bwd_chunk_id, began)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The rest of a backward that was of the input alone."""
-        began = time.monotonic_ns()
+        began = time.perf_counter_ns()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._note("W", bwd_chunk_id, began)
 
     def _note(self, direction: str, index: int, began: int) -> None:
         if self.worked is not None:
-            self.worked.append((direction, self.stage_index, index, began, time.monotonic_ns()))
+            self.worked.append((direction, self.stage_index, index, began, time.perf_counter_ns()))

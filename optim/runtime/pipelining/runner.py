@@ -17,6 +17,7 @@ from trine.optim.runtime.pipelining.messages import Forms, Messages, Worked
 from trine.optim.runtime.pipelining.schedules import Schedule, ideal_bubble, orders_of
 from trine.optim.runtime.pipelining.split import rank_of_stage
 from trine.record.errors import UsageError
+from trine.record.events import emit, is_heard
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from trine.optim.runtime.pipelining.stage_module import Stage, Task
 
 __all__ = ["Runner"]
+
+#: As the record's table has them.
+_DIRECTIONS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 _made = 0  # runners, counted alike on all ranks: their messages are kept apart
 
@@ -69,7 +73,7 @@ class Runner:
         for stage in self._messages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        self._began = time.monotonic_ns()
+        self._began = time.perf_counter_ns()
         try:
             with ExitStack() as stack:
                 stack.enter_context(_quiet())
@@ -124,8 +128,10 @@ class Runner:
     # --- what is measured --------------------------------------------------------------------------
 
     def settled(self) -> None:
-        """Every rank of the pipeline has come to the end of the step: its time is known."""
-        self._ended = time.monotonic_ns()
+        """Every rank of the pipeline has come to the end of the step: its time is known, and what was done is told."""
+        self._ended = time.perf_counter_ns()
+        if self.worked and is_heard():
+            emit("microbatches", rows=[(_DIRECTIONS[kind], *rest) for kind, *rest in self.worked])
 
     def bubble(self) -> float | None:
         """The part of the last step in which this rank computed nothing, from its start to the last rank's end."""
