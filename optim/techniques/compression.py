@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trine.optim.config import Communication, Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
-from trine.optim.techniques._needs import require_plain_gradients, require_ranks
+from trine.optim.techniques._needs import require_plain_gradients, require_plain_layout, require_ranks
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -73,6 +73,9 @@ def tolerance(config: Config) -> Tolerance | None:
 def check(config: Config, facts: Facts) -> None:
     """Raise ``UsageError`` where there is nothing to compress, or where the code cannot work."""
     communication, stage = config.communication, config.zero.stage
+    for key in (_COMPRESSION, _WEIGHTS):
+        if key in config.changes():
+            require_plain_layout(key, facts, "it exchanges whole gradients or their shards over all ranks")
     if config.zero.quantized_weights and stage < 3:
         raise UsageError(
             f"{_WEIGHTS} gathers parameters in int8, and zero.stage = {stage} gathers none that FSDP2 would let it: set "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trine.optim._schema import spell
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
-from trine.optim.techniques._needs import require_plain_gradients, require_ranks
+from trine.optim.techniques._needs import require_plain_gradients, require_plain_layout, require_ranks
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -67,6 +67,9 @@ def check(config: Config, facts: Facts) -> None:
     if key is None:
         return
     require_ranks(key, facts)
+    require_plain_layout(
+        key, facts, "it is about the all-reduce of DistributedDataParallel, and here FSDP2 averages"
+    )
     if config.zero.stage >= 2:
         raise UsageError(
             f"{key} is about DDP's all-reduce, and zero.stage = {config.zero.stage} scatters gradients by FSDP2: "
