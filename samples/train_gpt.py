@@ -27,12 +27,17 @@ from trine.samples.gpt import FEED_FORWARDS, GPT, NORMS, POSITIONS, Attention, G
 from trine.samples.text import SourceDocuments, SourceText, pad_documents, standard_library
 from trine.samples.training import add_arguments, place, share_of, train
 
-__all__ = ["arguments_of", "build", "main"]
+__all__ = ["arguments_of", "build", "loader_of", "main", "parsed", "parser_of", "shape_of"]
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line's arguments."""
-    parser = argparse.ArgumentParser(prog="train_gpt", description=__doc__.splitlines()[0] if __doc__ else "")
+    return parsed(parser_of("train_gpt", (__doc__ or "").splitlines()[0]), argv)
+
+
+def parser_of(program: str, description: str) -> argparse.ArgumentParser:
+    """The flags that every GPT here has."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
     shape = GPTConfig()
     for name in ("layers", "hidden", "heads", "sequence"):
         parser.add_argument(f"--{name}", type=int, default=getattr(shape, name), metavar="N")
@@ -55,6 +60,11 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
         "--resume", type=Path, metavar="FOLDER", help="with --config: go on from a checkpoint"
     )
     add_arguments(parser, rate=3e-4)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """What was written; the parser's error and exit where flags contradict each other."""
     arguments = parser.parse_args(argv)
     if arguments.config is None and (arguments.save or arguments.resume):
         parser.error("--save and --resume are the engine's: give a --config too")
@@ -66,19 +76,19 @@ def build(
 ) -> tuple[GPT, torch.optim.Optimizer, DataLoader[Any]]:
     """Model, optimizer and loader, the same on every call with the same seed; ``rank`` of ``ranks`` shares of the data."""
     torch.manual_seed(arguments.seed)
-    shape = GPTConfig(
-        layers=arguments.layers,
-        hidden=arguments.hidden,
-        heads=arguments.heads,
-        sequence=arguments.sequence,
-        dropout=arguments.dropout,
-        attention=arguments.attention,
-        norm=arguments.norm,
-        mlp=arguments.mlp,
-        positions=arguments.positions,
-    )
-    model = GPT(shape).to(device)
+    model = GPT(GPTConfig(**shape_of(arguments))).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate)
+    return model, optimizer, loader_of(arguments, rank, ranks)
+
+
+def shape_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of the GPT's configuration."""
+    names = ("layers", "hidden", "heads", "sequence", "dropout", "attention", "norm", "mlp", "positions")
+    return {name: getattr(arguments, name) for name in names}
+
+
+def loader_of(arguments: argparse.Namespace, rank: int, ranks: int) -> DataLoader[Any]:
+    """This rank's batches of its share of the text."""
     text = arguments.text.read_bytes() if arguments.text else standard_library()
     of_documents = arguments.data == "documents"
     data: Any = (SourceDocuments if of_documents else SourceText)(text, arguments.sequence)
@@ -91,7 +101,7 @@ def build(
         drop_last=True,
         collate_fn=pad_documents if of_documents else None,
     )
-    return model, optimizer, loader
+    return loader
 
 
 def main(argv: list[str] | None = None) -> int:
