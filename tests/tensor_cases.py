@@ -228,9 +228,9 @@ def masks(rank: int, changes: dict[str, Any]) -> dict[str, Any]:
         def watched(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
             result = original(x, p, training, inplace)
             kind = "attention" if x.dim() == 4 else "residual"
-            if kind not in seen and torch._C._current_graph_task_id() == -1 and x.shape[-1] == x.shape[-2] or (
-                kind == "residual" and kind not in seen
-            ):
+            if (
+                kind not in seen and torch._C._current_graph_task_id() == -1 and x.shape[-1] == x.shape[-2]
+            ) or (kind == "residual" and kind not in seen):
                 seen[kind] = (result == 0).to(torch.uint8)
             return result
 
@@ -266,12 +266,17 @@ def exchanges(rank: int, changes: dict[str, Any], layers: int) -> dict[str, int]
 
     model = small_gpt(layers=layers, mlp="swiglu", norm="rms", positions="rotary")
     engine = trine.optimize(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), trine.Config().with_changes(changes), loss_fn=loss_of
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        trine.Config().with_changes(changes),
+        loss_fn=loss_of,
     )
     found: Counter[str] = Counter()
 
     class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
             if DTensor in types:
                 return NotImplemented  # until it has come down to local tensors and collectives
             kind = function.__name__.partition(".")[0]
@@ -305,7 +310,10 @@ def message(rank: int, changes: dict[str, Any], shape: dict[str, Any], train: bo
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
         engine = trine.optimize(
-            model, torch.optim.AdamW(model.parameters()), trine.Config().with_changes(changes), loss_fn=loss_of
+            model,
+            torch.optim.AdamW(model.parameters()),
+            trine.Config().with_changes(changes),
+            loss_fn=loss_of,
         )
         if train:
             engine.train_step(batches(1, 2, sequence=sequence)[0])
@@ -409,8 +417,21 @@ def causal_lm(kind: str, **changes: Any) -> Any:
         "use_cache": False,
     }
     if kind == "gpt2":
-        shape = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "use_cache": False}
-        shape |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+        shape = {
+            "vocab_size": 96,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "use_cache": False,
+        }
+        shape |= {
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
         config: Any = transformers.GPT2Config(**{**shape, **changes})
         return transformers.GPT2LMHeadModel(config).double()
     if kind == "qwen3":
@@ -438,7 +459,9 @@ def outside(model: Any, batch: Any) -> Any:
     return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def transformers_losses(rank: int, kind: str, changes: dict[str, Any], by: str) -> tuple[list[float], list[float]]:
+def transformers_losses(
+    rank: int, kind: str, changes: dict[str, Any], by: str
+) -> tuple[list[float], list[float]]:
     """By the engine, averaged over ranks, and plain."""
     import torch
     from torch import distributed

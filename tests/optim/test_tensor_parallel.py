@@ -115,7 +115,9 @@ def test_a_fused_gate_and_w3_are_known() -> None:
 def test_a_live_optimizer_goes_on(changes: dict[str, Any], two_ranks: RankPool) -> None:
     for found in two_ranks.run("tensor_cases:adopted", changes):
         assert found["ours"] == pytest.approx(found["plain"], rel=1e-12)
-        assert found["apart"] < 1e-10  # AdamW at 1e-2: a moment that was cut wrong would move parameters by that
+        assert (
+            found["apart"] < 1e-10
+        )  # AdamW at 1e-2: a moment that was cut wrong would move parameters by that
         assert found["frozen"] and found["tied"]
         assert found["orders"] == [
             f"blocks.{n}.attention.qkv.{key}" for n in (0, 1) for key in ("bias", "weight")
@@ -191,11 +193,13 @@ def test_dropout_is_the_same_where_activations_are(changes: dict[str, Any], two_
 def test_a_block_exchanges_what_it_must(two_ranks: RankPool) -> None:
     """Four all-reduces a block and step; with sequence parallelism all-gathers and reduce-scatters in their places."""
     small, large = (two_ranks.run("tensor_cases:exchanges", TENSOR, layers)[0] for layers in (2, 3))
-    assert {kind: large[kind] - small.get(kind, 0) for kind in large if large[kind] != small.get(kind, 0)} == {
-        "all_reduce": 4
-    }
+    assert {
+        kind: large[kind] - small.get(kind, 0) for kind in large if large[kind] != small.get(kind, 0)
+    } == {"all_reduce": 4}
     small, large = (two_ranks.run("tensor_cases:exchanges", SEQUENCE, layers)[0] for layers in (2, 3))
-    assert {kind: large[kind] - small.get(kind, 0) for kind in large if large[kind] != small.get(kind, 0)} == {
+    assert {
+        kind: large[kind] - small.get(kind, 0) for kind in large if large[kind] != small.get(kind, 0)
+    } == {
         "all_gather_into_tensor": 4,
         "reduce_scatter_tensor": 4,
     }
