@@ -38,6 +38,7 @@ from trine.optim._persistence import Persistent
 from trine.optim._stages import Staged
 from trine.optim.batches import Divisible, Gathered, size_of, to_device, tokens_of
 from trine.optim.config import Config
+from trine.optim.memory_limits import require_fit
 from trine.optim.techniques import Assembly, Effect, Facts, require_applicable, techniques_of
 from trine.record.errors import TrainingError, TrineError, UsageError
 from trine.record.events import emit, emit_metric, is_heard
@@ -79,6 +80,7 @@ def optimize(
     scheduler: Any = None,
     nonfinite: Literal["raise", "skip", "allow"] = "raise",
     example: Any = None,
+    capacity_bytes: int | Literal["device"] | None = "device",
 ) -> Engine:
     """Apply ``config`` to a live model and optimizer and return the engine that trains them.
 
@@ -92,6 +94,8 @@ def optimize(
     or is not looked at (``"allow"``). Under fp16 steps that overflow are always left out, as loss scaling means it.
 
     ``example`` is a batch like those to come: a pipeline measures on it what each block costs, and sees what its stages need.
+    With it a step's memory is predicted, and refused where it needs more than ``capacity_bytes``: by default all of a CUDA
+    device, or ``offload.device_bytes``; ``None`` refuses nothing for its memory.
 
     Raises ``UsageError``, with the key's name and the way out, for what this version, this machine or this model cannot
     do; model and optimizer are untouched then.
@@ -102,6 +106,7 @@ def optimize(
         facts = replace(facts, loss_fn=loss_fn, example=example)
         require_settings(optimizer, loss_fn, clip_norm, scheduler, nonfinite)
         require_own_steps(optimizer)
+        require_fit(config, facts, capacity_bytes, clip_norm)
         given |= config.changes() | _settings(model, facts, loss_fn, clip_norm, scheduler, nonfinite)
         given.pop("offload.path", None)  # a disk of each rank's own
     from trine.optim.runtime.adoption import first_names, named_parameters
@@ -485,7 +490,8 @@ class Engine(Staged, Persistent):
         if stage == _UPDATING:
             lost = not refused
         else:
-            lost = not alone and (stage == _EXCHANGING or (stage == _RUNNING and self.config.zero.stage >= 2))
+            together = self.config.zero.stage >= 2 or self._assembly.pipeline is not None
+            lost = not alone and (stage == _EXCHANGING or (stage == _RUNNING and together))
         if lost:
             said = str(error).partition("\n")[0]
             self._broken = (

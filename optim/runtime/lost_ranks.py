@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from torch import distributed
 
 from trine.record.errors import TrainingError
 
-__all__ = ["PATIENCE_S", "explained", "is_of_a_group"]
+__all__ = ["PATIENCE_S", "announce", "explained", "is_of_a_group"]
 
 logger = logging.getLogger("trine")
 
@@ -22,6 +21,8 @@ logger = logging.getLogger("trine")
 PATIENCE_S = 10.0
 
 _SIGN = "trine/lost_ranks"
+#: Where a rank says why it ends, when others wait for its messages.
+_LAST_WORDS = "trine/last_words"
 
 #: What gloo, NCCL and the store say when a peer is gone or late. gloo raises plain RuntimeErrors.
 _WORDS = (
@@ -56,11 +57,14 @@ def explained(
         return None
     _let_peers_know()
     silent, store_lost = _silent(rank, ranks, patience_s)
+    words = _last_words(ranks)
     said = " ".join(str(error).partition("\n")[0].split())
     cut = said.find(". This is typically")
     said = said[:cut] if cut > 0 else said
     if store_lost:
         which = "the group's store does not answer, so the process that keeps it (rank 0 or the launcher) has ended"
+    elif words:
+        which = "; ".join(f"rank {other} failed by itself: {line}" for other, line in words.items())
     elif not silent:
         which = "every rank is alive and failed alike, so look at the network between them"
     else:
@@ -72,18 +76,46 @@ def explained(
     )
 
 
+def announce(error: BaseException, rank: int) -> None:
+    """This rank fails by itself, in the midst of messages that others wait for: they are told why, and fail now.
+
+    The process groups are of no use afterwards. Does nothing for errors of the groups, which :func:`explained` is for.
+    """
+    if not distributed.is_initialized() or is_of_a_group(error):
+        return
+    said = " ".join(str(error).split()) or type(error).__name__
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        store.set(f"{_LAST_WORDS}/{rank}", said[:1000])
+        store.set(f"{_SIGN}/{rank}", "1")
+    except (RuntimeError, ValueError) as lost:
+        logger.debug("the group's store could not be told: %s", lost)
+    _let_peers_know()
+
+
+def _last_words(ranks: int) -> dict[int, str]:
+    """What ranks said that failed by themselves."""
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        keys = {rank: f"{_LAST_WORDS}/{rank}" for rank in range(ranks)}
+        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+    except (RuntimeError, ValueError) as error:
+        logger.debug("the group's store could not be asked: %s", error)
+        return {}
+
+
 def _let_peers_know() -> None:
     """Close this rank's connections, so that ranks that wait for it fail now and not at their timeout.
 
-    gloo alone: NCCL's watchdog does so itself.
+    Of all groups: stages of a pipeline have one of their own. gloo alone: NCCL's watchdog does so itself.
     """
-    group: Any = distributed.group.WORLD
-    if distributed.get_backend() != "gloo" or not hasattr(group, "abort"):
-        return
-    try:
-        group.abort()
-    except RuntimeError as error:
-        logger.debug("the process group could not be aborted: %s", error)
+    for group in list(distributed.distributed_c10d._world.pg_map):
+        if distributed.get_backend(group) != "gloo" or not hasattr(group, "abort"):
+            continue
+        try:
+            group.abort()
+        except RuntimeError as error:
+            logger.debug("a process group could not be aborted: %s", error)
 
 
 def _silent(rank: int, ranks: int, patience_s: float) -> tuple[list[int], bool]:

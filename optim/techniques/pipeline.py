@@ -69,6 +69,12 @@ def check(config: Config, facts: Facts) -> None:
     from trine.optim.runtime.pipelining.plan import plan_of
 
     plan = plan_of(config, facts)
+    if plan.schedule.split and config.compute.compile is not False:
+        raise UsageError(
+            f'compute.compile and parallel.schedule = "{config.parallel.schedule}" cannot be combined: a compiled block\'s '
+            "backward is of one piece, and the schedule computes the gradients of weights apart. Drop one of them, or use "
+            '"interleaved"'
+        )
     if plan.schedule.split and config.zero.stage == 3 and config.zero.reshard_after_forward is not False:
         raise UsageError(
             f'parallel.schedule = "{config.parallel.schedule}" and zero.stage = 3 cannot be combined: parameters that are '

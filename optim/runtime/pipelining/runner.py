@@ -13,6 +13,7 @@ from torch import distributed
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from trine.optim.batches import Divisible, Gathered
+from trine.optim.runtime.lost_ranks import announce
 from trine.optim.runtime.pipelining.messages import Forms, Messages, Worked
 from trine.optim.runtime.pipelining.schedules import Schedule, ideal_bubble, orders_of
 from trine.optim.runtime.pipelining.split import rank_of_stage
@@ -82,6 +83,9 @@ class Runner:
                 schedule._step_microbatches(
                     kwarg_mbs=[{}] * len(pieces), target_mbs=[None] * len(pieces), return_outputs=False
                 )
+        except BaseException as error:  # the other stages wait for this one's messages
+            announce(error, distributed.get_rank())
+            raise
         finally:
             schedule._internal_losses.clear()
             self._finish()
@@ -101,6 +105,9 @@ class Runner:
                         self._forward(stage, index, local, sent)
             for work in sent:
                 work.wait()
+        except BaseException as error:
+            announce(error, distributed.get_rank())
+            raise
         finally:
             for stage in self._messages:
                 stage.clear_runtime_states()

@@ -18,7 +18,7 @@ from typing import Any
 
 from trine.record.errors import UsageError
 
-__all__ = ["SCHEDULES", "Schedule", "Times", "ideal_bubble", "orders_of", "schedule_of"]
+__all__ = ["SCHEDULES", "SHORT", "Schedule", "Times", "ideal_bubble", "orders_of", "schedule_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     "zbv": Schedule("ZBVZeroBubble", several=True, turned=True, split=True),
     "dualpipev": Schedule("DualPipeV", several=True, turned=True, split=True),
 }
+#: The short names.
 SHORT = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 
 
