@@ -158,7 +158,6 @@ CASES = (
     ),
     Case("pipeline + packing on 2", {**_TWO, "data.packing": True}, ranks=2, data="documents"),
     Case("pipeline + offloaded optimizer on 2", {**_TWO, "offload.optimizer": "cpu"}, ranks=2),
-    Case("pipeline + offloaded parameters on 2", {**_TWO, "offload.parameters": "cpu"}, ranks=2, model=_FOUR),
     Case(
         "pipeline x zero 3 + int8 weights on 4",
         {**_TWO, "zero.stage": 3, "zero.quantized_weights": True},

@@ -226,6 +226,9 @@ class FittedMicroBatches(MicroBatches):
     def _capacity(self) -> float:
         """Bytes that a micro-batch may take, once gradients and the optimizer's state are there."""
         assembly = self._assembly
+        stated = assembly.config.offload.device_bytes
+        if assembly.resident_bytes is not None and stated is not None:  # some of the state lies elsewhere
+            return float(stated - assembly.resident_bytes())
         states = [value for values in assembly.optimizer.state.values() for value in values.values()]
         held = self._held()
         tensors = {
@@ -238,7 +241,8 @@ class FittedMicroBatches(MicroBatches):
             bytes_of([*tensors, *states]),
         )
         capacity -= bytes_of([p for p in tensors if p.requires_grad])
-        if not states:  # it comes with the first update: two moments, as Adam keeps them
+        elsewhere = assembly.config.offload.optimizer != "none"
+        if not states and not elsewhere:  # it comes with the first update: two moments, as Adam keeps them
             capacity -= 2 * bytes_of(held)
         if self._keeps_count:  # gradients that are not reduced yet are whole on every rank
             capacity -= sum(p.numel() * p.element_size() for p in assembly.model.parameters())

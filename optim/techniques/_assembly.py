@@ -252,6 +252,9 @@ class Assembly:
     #: (what the optimizer holds, key) → the tensor that this state is to be read into, where it does not lie beside the
     #: parameter: in the host's memory, or over a file. ``optimizer.state`` gets it; this rank's part where it is sharded.
     home_of: Callable[[torch.Tensor, str], torch.Tensor | None] | None = None
+    #: Bytes of parameters, gradients and optimizer state on the device while it trains, as planned, where some of them lie
+    #: elsewhere.
+    resident_bytes: Callable[[], int] | None = None
     #: Name → its value in the step that ends; read at the end of each step, told as ``metric`` events.
     metrics: dict[str, Callable[[], float | None]] = field(default_factory=dict)
     #: Stop threads, remove files; called by ``engine.close`` and when the process ends.

@@ -114,8 +114,9 @@ def _check_optimizer(config: Config, facts: Facts) -> None:
                     f"{key}: an optimizer with {flag}=True cannot be stepped in tiles: drop {flag}=True"
                 )
         rate = group.get("lr")
-        if hasattr(rate, "device") and rate.device.type != "cpu" and config.offload.optimizer != "none":
-            raise UsageError(f"{key}: a learning rate that is a tensor on {rate.device}: give a number")
+        device = getattr(rate, "device", None)
+        if device is not None and device.type != "cpu" and config.offload.optimizer != "none":
+            raise UsageError(f"{key}: a learning rate that is a tensor on {device}: give a number")
     _check_sparse(key, facts)
 
 

@@ -141,12 +141,12 @@ class BlockParameters:
         block = _Block(module, held, place)
         self._handles += [
             module.register_forward_pre_hook(
-                lambda _, arguments, named, block=block: self._before(block, arguments, named),  # type: ignore[misc]
+                lambda _, arguments, named, block=block: self._before(block, arguments, named),
                 prepend=True,
                 with_kwargs=True,
             ),
             module.register_forward_hook(
-                lambda _, arguments, result, block=block: self._after(block, result),  # type: ignore[misc]
+                lambda _, arguments, result, block=block: self._after(block, result),
             ),
         ]
         return block
@@ -196,7 +196,7 @@ class BlockParameters:
 
     def _before(self, block: _Block, arguments: Any, named: Any) -> tuple[Any, Any]:
         self._fetch(block)
-        backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        backward = torch._C._current_graph_task_id() != -1
         if not backward:
             if block not in self._order:
                 self._order.append(block)
@@ -217,7 +217,7 @@ class BlockParameters:
         return arguments, named
 
     def _after(self, block: _Block, result: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+        if torch._C._current_graph_task_id() != -1:
             return  # a recomputation: backward needs it next
         outputs = [
             leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad
@@ -235,7 +235,7 @@ class BlockParameters:
     def _enter_backward(self, block: _Block) -> None:
         if not self._ended:
             self._ended = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.release_all)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.release_all)
         self._fetch(block)
         self._ahead(block, -1)
 
@@ -309,7 +309,7 @@ class BlockParameters:
         if self._closing:  # whoever closes an engine after its error wants to hear of that
             logger.error("%s", damaged)
             return
-        if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             raise damaged  # an evaluation: no step follows in which ranks would hear of it
         self._faults.report(damaged)
 
@@ -353,7 +353,7 @@ class _Passing(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in inputs)
 
     @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:  # type: ignore[override]
+    def backward(context: Any, *gradients: Any) -> Any:
         context.owner.leave_backward(context.block)
         return (None, None, *gradients)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed, nn
@@ -87,8 +87,7 @@ class Tiers:
         }
 
     def _masters(self) -> Masters | None:
-        found: Any = self._assembly.state.get("masters")
-        return found
+        return cast("Masters | None", self._assembly.state.get("masters"))
 
     def _tile(self) -> float:
         if self._config.tile_mib is not None:
@@ -296,6 +295,7 @@ class Tiers:
     def _wire(self) -> None:
         assembly = self._assembly
         assembly.home_of = self.step.home_of
+        assembly.resident_bytes = lambda: self.plan.of("device")
         assembly.settle.append(self.step.settle)
         assembly.closers.append(self._close)
         if self._parameters is not None:
@@ -421,6 +421,9 @@ class Tiers:
             copy_bytes_per_s(self._assembly.facts.device) if copied else None,
             disk_bytes_per_s(Path(str(self._config.path))) if on_disk else None,
         )
+        moves = f"a step moves {(copied + on_disk) / _MIB:.4g} MiB"
+        if on_disk and rates.disk_bytes_per_s is None:
+            return f"{moves}; the disk has no room to measure how fast"
         time_s, said = 0.0, []
         if rates.copy_bytes_per_s:
             time_s += copied / rates.copy_bytes_per_s
@@ -428,7 +431,7 @@ class Tiers:
         if rates.disk_bytes_per_s:
             time_s += on_disk / rates.disk_bytes_per_s
             said.append(f"the disk at {rates.disk_bytes_per_s / 1e9:.3g} GB/s through the system's cache")
-        return f"a step moves {(copied + on_disk) / _MIB:.4g} MiB, {time_s * 1e3:.3g} ms where nothing hides it: {' and '.join(said)}"
+        return f"{moves}, {time_s * 1e3:.3g} ms where nothing hides it: {' and '.join(said)}"
 
     def predicted_bytes(self) -> tuple[int, int]:
         """Bytes that a step of one micro-batch copies between device and host, and that it reads and writes on disk."""

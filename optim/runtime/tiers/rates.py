@@ -32,20 +32,26 @@ def copy_bytes_per_s(device: torch.device) -> float:
     return _fastest(copy)
 
 
-def disk_bytes_per_s(folder: Path) -> float:
-    """Written, read and compared, through the system's cache of pages as a run does: bytes a second of either way."""
+def disk_bytes_per_s(folder: Path) -> float | None:
+    """Written, read and compared, through the system's cache of pages as a run does: bytes a second of either way.
+
+    ``None`` where the disk has no room for the few bytes that it takes, or fails: the run itself will say so.
+    """
     data = torch.ones(_BYTES, dtype=torch.uint8)
     view = memoryview(data.numpy())  # type: ignore[arg-type]
-    with tempfile.TemporaryFile(dir=folder, prefix="trine-rate-", buffering=0) as file:
-        os.posix_fallocate(file.fileno(), 0, _BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="trine-rate-", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, _BYTES)
 
-        def both() -> None:
-            checksum_of(data)
-            os.pwrite(file.fileno(), view, 0)
-            os.preadv(file.fileno(), [view], 0)
-            checksum_of(data)
+            def both() -> None:
+                checksum_of(data)
+                os.pwrite(file.fileno(), view, 0)
+                os.preadv(file.fileno(), [view], 0)
+                checksum_of(data)
 
-        return 2 * _fastest(both)
+            return 2 * _fastest(both)
+    except OSError:
+        return None
 
 
 def _fastest(act: Callable[[], None]) -> float:

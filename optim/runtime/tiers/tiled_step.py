@@ -99,13 +99,17 @@ class TiledStep:
                 self._spans[span.slot].append((span.start, span.end))
         self._copied: list[Any] = []
         self._overlap = overlap
-        largest = max((self._slab_bytes(tile) for tile in self._tiles), default=0)
-        self.slabs = Slabs(IN_FLIGHT if overlap else 1, largest, is_cuda, self._waited)
+        uses_disk = any(slot.regions or slot.parameter for slot in self.slots)
         self._threads = (
-            ThreadPoolExecutor(_THREADS, thread_name_prefix="trine-tiles")
-            if overlap and any(slot.regions or slot.parameter for slot in self.slots)
-            else None
+            ThreadPoolExecutor(_THREADS, thread_name_prefix="trine-tiles") if overlap and uses_disk else None
         )
+        sizes = [size for tile in self._tiles if (size := self._slab_bytes(tile))]
+        # What goes back at once leaves two: the tile that is updated, and the next.
+        behind = uses_disk or self._copier.is_asynchronous
+        count = min((IN_FLIGHT if behind else IN_FLIGHT - 1) if overlap else 1, len(sizes))
+        #: Bytes that tiles in flight take.
+        self.slabs_bytes = count * max(sizes, default=0)
+        self.slabs = Slabs(count, max(sizes, default=0), is_cuda, self._waited)
         self._live: dict[int, _Live] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: Since the start: bytes copied between device, host and disk; time that the update waited for them.
@@ -115,13 +119,6 @@ class TiledStep:
             self._optimizer.register_step_pre_hook(self._before),
             self._optimizer.register_step_post_hook(self._after),
         ]
-
-    @property
-    def slabs_bytes(self) -> int:
-        """Most bytes that tiles in flight take."""
-        sizes = [self._slab_bytes(tile) for tile in self._tiles]
-        count = min(IN_FLIGHT if self._overlap else 1, sum(size > 0 for size in sizes))
-        return count * max(sizes, default=0)
 
     def moved_by_a_step(self) -> tuple[int, int]:
         """Bytes that a step copies between device and host, and that it reads and writes on disk."""
