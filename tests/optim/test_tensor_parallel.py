@@ -165,11 +165,11 @@ def test_transformers_models_train_the_same(kind: str, two_ranks: RankPool, four
     pytest.importorskip("transformers")
     for changes, by in ((TENSOR, "outside"), (EVERYTHING, "outside"), (EVERYTHING, "labelled")):
         for ours, plain in two_ranks.run("tensor_cases:transformers_losses", kind, changes, by):
-            # Transformers computes its own loss in float32.
-            assert ours == pytest.approx(plain, rel=1e-10 if by == "outside" else 1e-6)
+            # Transformers computes norms, routers and its own loss in float32, whatever the model is in.
+            assert ours == pytest.approx(plain, rel=1e-7 if by == "outside" else 1e-6)
     changes = {**EVERYTHING, "zero.stage": 3}
     for ours, plain in four_ranks.run("tensor_cases:transformers_losses", kind, changes, "outside"):
-        assert ours == pytest.approx(plain, rel=1e-10)
+        assert ours == pytest.approx(plain, rel=1e-7)
 
 
 # --- random numbers ----------------------------------------------------------------------------

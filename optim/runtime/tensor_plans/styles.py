@@ -48,7 +48,7 @@ class Columns(ColwiseParallel):
             module,
             device_mesh,
             None,
-            partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
+            partial(_enter_columns, self.input_layouts[0]),
             partial(_leave, self.output_layouts, self.use_local_output),
         )
 
@@ -65,6 +65,10 @@ class Rows(RowwiseParallel):
             partial(self._prepare_input_fn, self.input_layouts, desired),
             partial(_leave, self.output_layouts, self.use_local_output),
         )
+
+
+def _enter_columns(plain: Placement, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+    return _entered(inputs[0], mesh, plain)
 
 
 def _leave(
@@ -215,6 +219,8 @@ def fresh(x: Any) -> Any:
 
 def _entered(x: torch.Tensor, mesh: DeviceMesh, plain: Placement) -> torch.Tensor:
     entered = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [plain], run_check=False)
+    if entered.placements == (Replicate(),):
+        return entered  # to redistribute it all the same would sum the gradients of each layer by itself
     return entered.redistribute(placements=[Replicate()])
 
 
