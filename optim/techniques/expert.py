@@ -25,6 +25,9 @@ ORDER = 6
 QUANTITY = "bytes of experts per rank"
 NUMERICS = "unchanged but for the order of summation: losses within 1e-10 in fp64, 1e-5 relative in fp32"
 
+#: After so many, what the router does is told in words.
+_STEPS = 5
+
 
 def refusal(config: Config) -> str | None:
     """Every degree can be applied to a model that has so many experts; that is ``check``'s."""
@@ -133,14 +136,26 @@ def apply(assembly: Assembly) -> None:
 
 
 def _tell(assembly: Assembly, spread: Any) -> None:
-    """How equally tokens are spread and what travels, in each step's record."""
+    """How equally tokens are spread and what travels: in each step's record, and in words after the first few."""
     load, traffic = spread.load, spread.traffic
     assembly.metrics["experts/balance"] = load.balance
     assembly.metrics["experts/rank_balance"] = load.rank_balance
     assembly.metrics["experts/sent_bytes"] = lambda: float(traffic.sent_bytes)
     assembly.metrics["experts/dropped_tokens"] = lambda: 0.0
+    steps = 0
 
     def after() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == _STEPS and load.balance() is not None:
+            assembly.effects.append(
+                Effect(
+                    KEYS[0],
+                    "balance 1 at best",
+                    f"balance {load.balance():.2f} over experts, {load.rank_balance():.2f} over ranks",
+                    load.busiest(),
+                )
+            )
         load.forget()
         traffic.forget()
 

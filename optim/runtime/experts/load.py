@@ -36,12 +36,14 @@ class Load:
         return self._worst([total.view(self._ranks, -1).sum(1) for total in self._layers.values()])
 
     def busiest(self) -> str | None:
-        """``layer, expert``: the one with the largest share of its layer's tokens."""
+        """In words: the expert with the largest share of its layer's tokens, and that share; ``None`` without tokens."""
         shares = {name: (total / total.sum()).max(0) for name, total in self._layers.items() if total.sum()}
         if not shares:
             return None
         name = max(shares, key=lambda each: float(shares[each].values))
-        return f"{name}, expert {int(shares[name].indices)}"
+        share, expert = float(shares[name].values), int(shares[name].indices)
+        even = 1.0 / len(self._layers[name])
+        return f"expert {expert} of {name} gets {share:.0%} of its tokens, {even:.0%} would be even"
 
     @staticmethod
     def _worst(loads: list[torch.Tensor]) -> float | None:
