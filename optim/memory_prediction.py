@@ -158,6 +158,16 @@ def _decided(config: Config) -> tuple[Config, list[str]]:
             raise UsageError(
                 f'{key} = "auto" is decided by a measurement, which a prediction does not have: give {way}'
             )
+    for key in ("offload.optimizer", "offload.parameters", "offload.activations"):
+        if config[key] != "none":
+            raise UsageError(
+                f'{key} = "{config[key]}" moves bytes off the device, which a prediction on the CPU cannot tell from those on '
+                "it: its own plan, among the engine's effects, says what stays; take the key out of the prediction"
+            )
+    if config.engine != "torch":
+        raise UsageError(
+            f'engine = "{config.engine}" allocates by its own rules, which are not predicted: predict with engine = "torch"'
+        )
     changes: dict[str, Any] = {}
     for key, instead in (("communication.bucket_mib", None), ("communication.algorithm", None)):
         if config[key] == "auto":

@@ -17,6 +17,7 @@ from trine.optim.runtime.counted_steps import counted
 from trine.optim.runtime.pretended_ranks import (
     AsOnCuda,
     PretendedLedger,
+    WithoutMemory,
     faked_batch,
     faked_model,
     faked_optimizer,
@@ -52,8 +53,9 @@ def run(request: Request) -> dict[str, dict[str, int]]:
     device_type = request.device_type or _device_type(request.model)
     on_cuda = device_type == "cuda"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _model(request.model)
     with mode:
-        model, optimizer = _made(request, mode)
+        model, optimizer = _made(request, model, mode)
         batch = request.batch
         if callable(batch):
             batch = batch()
@@ -78,15 +80,22 @@ def _device_type(model: Any) -> str:
     return "cpu"
 
 
-def _made(request: Request, mode: FakeTensorMode) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = request.model
+def _model(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise UsageError(
                 f"trine.predict_memory takes a torch.nn.Module or a function that makes one, not a {type(model).__name__}"
             )
-        with PretendedLedger():  # for its rule alone: small things are real
+        with WithoutMemory():
             model = model()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"the function for the model gave a {type(model).__name__}, no torch.nn.Module")
+    return model
+
+
+def _made(
+    request: Request, model: nn.Module, mode: FakeTensorMode
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     if isinstance(model, DistributedDataParallel):
         model = model.module
     for name, parameter in model.named_parameters():

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trine.optim.runtime.memory_ledger import Ledger, tensors_in
 from trine.optim.runtime.plain_tensors import PLAIN
@@ -230,6 +231,28 @@ class PretendedLedger(Ledger):
         ):
             with unset_fake_temporarily():
                 return function(*arguments, **named)
+        return function(*arguments, **named)
+
+
+class WithoutMemory(TorchDispatchMode):
+    """Around a function that makes a model: large tensors are on the meta device, whatever device it asks for."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = dict(named or {})
+        given = list(tensors_in((arguments, named)))
+        if not given and "device" in {argument.name for argument in function._schema.arguments}:
+            meta = function(*arguments, **{**named, "device": torch.device("meta")})
+            if not all(_fits(tensor) for tensor in tensors_in(meta)):
+                return meta
+            return function(*arguments, **{**named, "device": torch.device("cpu")})
+        moved = "device" in named or function is torch.ops.aten._to_copy.default
+        if moved and any(tensor.is_meta for tensor in given):
+            named["device"] = torch.device("meta")
+        elif "device" in named:
+            named["device"] = torch.device("cpu")
+        named.pop("pin_memory", None)
         return function(*arguments, **named)
 
 
