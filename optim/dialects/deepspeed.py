@@ -16,10 +16,10 @@ from trine.optim.dialects.deepspeed_keys import ROWS_BY_PATH
 from trine.optim.dialects.deepspeed_pairs import PAIRS, read_path
 from trine.optim.dialects.reading import Imported, Reading, announce, mapping_of, spelled
 
-__all__ = ["imported_from", "read_deepspeed", "read_tables"]
+__all__ = ["CLIPS_AT", "imported_from", "read_deepspeed", "read_tables"]
 
 #: DeepSpeed clips to this norm where its file says nothing of clipping (``runtime/constants.py``).
-_CLIPS_AT = 1.0
+CLIPS_AT = 1.0
 
 
 def read_deepspeed(source: str | Path | Mapping[str, Any], *, ranks: int | None = None) -> Imported:
@@ -207,8 +207,8 @@ def _tell(reading: Reading, tables: Mapping[str, Any]) -> None:
     """What belongs into the program: clipping, optimizer, scheduler, what becomes of gradients that are not finite."""
     norm = reading.pop("gradient_clipping", (int, float))
     if norm is None and tables.get("gradient_clipping") != "auto":
-        norm = _CLIPS_AT
-        reading.notes.append(f"without gradient_clipping DeepSpeed clips at {_CLIPS_AT}")
+        norm = CLIPS_AT
+        reading.notes.append(f"without gradient_clipping DeepSpeed clips at {CLIPS_AT}")
     if norm is not None and norm > 0:
         reading.arguments["clip_norm"] = float(norm)
         reading.to_do.append(

@@ -27,7 +27,7 @@ KEYS = ("engine",)
 #: After everything that changes the model: DeepSpeed takes it over as it then is.
 ORDER = 95
 QUANTITY = "step time; bytes per rank"
-NUMERICS = "unchanged but for the order of summation: losses within 1e-5 relative in fp32"
+NUMERICS = "unchanged but for the order of summation: losses within 1e-5 relative in fp32, more in low precision"
 
 #: Releases that the tests have run with.
 _TESTED = "0.19"
@@ -62,8 +62,13 @@ def _not_the_same(config: Config) -> str | None:
 
 
 def tolerance(config: Config) -> Tolerance | None:
-    """DeepSpeed sums gradients in buckets of its own and updates flat partitions in float32."""
-    return Tolerance(1e-5, 1e-3) if config.engine == "deepspeed" else None
+    """DeepSpeed sums gradients in buckets of its own and updates flat partitions in float32.
+
+    In low precision it computes all of the model and adds gradients up in that, where autocast keeps norms in float32.
+    """
+    if config.engine != "deepspeed":
+        return None
+    return Tolerance(1e-5, 1e-1 if config.precision.master_weights else 1e-3)
 
 
 def check(config: Config, facts: Facts) -> None:
