@@ -20,10 +20,11 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import forked_ranks
 
 __all__ = ["PHASES", "Trial", "killed_saves"]
 
@@ -31,8 +32,7 @@ RANKS = 2
 #: Bytes of the shared memory: each rank's phase, saves that have returned, in which steps.
 _PUBLISHED = 16
 _STEPS_AHEAD = 100_000
-#: Seconds that a trial may take, and survivors to notice that a rank is gone.
-LIMIT_S = 60.0
+#: Seconds by which what takes no time is stretched.
 STRETCH_S = 0.002
 
 PHASES = (
@@ -78,7 +78,7 @@ RUNS = (
 
 def killed_saves(folder: Path, trials: int, seed: int) -> list[Trial]:
     """Every trial, in order. Needs torch; forks, so call it where no thread of torch has started."""
-    _import_all()
+    forked_ranks.import_all()
     generator = random.Random(seed)
     found: list[Trial] = []
     for number in range(trials):
@@ -93,35 +93,18 @@ def killed_saves(folder: Path, trials: int, seed: int) -> list[Trial]:
     ]
 
 
-def _import_all() -> None:
-    """Everything that ranks need, before they are forked: it takes longer than a trial."""
-    import torch
-
-    torch.set_num_threads(1)
-    import trine
-    from trine.optim.runtime import checkpoints
-
-    assert checkpoints
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()  # imports the compiler
-    trine.optimize(model, optimizer).close()
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-
-
 def _trial(run: _Run, place: Path, generator: random.Random) -> Trial:
     """Start, kill, and start again to see what it loads."""
     shared = mmap.mmap(-1, 4096)
-    ranks = _start(place, lambda rank: _train(rank, place, run, shared, None))
+    ranks = forked_ranks.start(place, RANKS, lambda rank: _train(rank, place, run, shared, None))
     began = time.monotonic()
     while (
         _published(shared) < 0 or generator.random() > 0.5
     ):  # some are killed at their first save, some later
-        if time.monotonic() - began > LIMIT_S or any(_ended(pid) for pid in ranks):
-            _kill(ranks)
+        if time.monotonic() - began > forked_ranks.LIMIT_S or any(
+            forked_ranks.has_ended(pid) for pid in ranks
+        ):
+            forked_ranks.end_all(ranks)
             return Trial(run.name, "", "training", -1, -1, False, f"did not train: {_said(place)}")
         time.sleep(generator.uniform(0.0, 0.05))
     time.sleep(generator.uniform(0.0, 0.1))
@@ -131,8 +114,8 @@ def _trial(run: _Run, place: Path, generator: random.Random) -> Trial:
     for pid in chosen:
         os.kill(pid, signal.SIGKILL)
     published = _published(shared)  # what a rank has told before it was killed
-    failure = _await_end([pid for pid in ranks if pid not in chosen])
-    _reap(chosen)
+    failure = _end_of([pid for pid in ranks if pid not in chosen], killed=True)
+    forked_ranks.reap(chosen)
     loaded, previous, said = _look(run, place)
     if not failure and said:
         failure = said
@@ -146,56 +129,23 @@ def _look(run: _Run, place: Path) -> tuple[int, bool, str]:
     shared = mmap.mmap(-1, 4096)
     previous = not (place / "one" / "trine.json").exists() if run.keep is None else False
     previous = previous and (place / "one.previous" / "trine.json").exists()
-    ranks = _start(place, lambda rank: _train(rank, place, run, shared, 2))
-    failure = _await_end(ranks, killed=False)
+    ranks = forked_ranks.start(place, RANKS, lambda rank: _train(rank, place, run, shared, 2))
+    failure = _end_of(ranks)
     return _published(shared), previous, failure and f"{failure}: {_said(place)}"
 
 
 # --- ranks -------------------------------------------------------------------------------------
 
 
-def _start(place: Path, act: Callable[[int], None]) -> list[int]:
-    """Fork the ranks. Their output goes to files."""
-    store = place / "store"
-    store.unlink(missing_ok=True)
-    pids = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                with (place / f"rank-{rank}.log").open("w", encoding="utf-8") as log:
-                    os.dup2(log.fileno(), 1)
-                    os.dup2(log.fileno(), 2)
-                    act(rank)
-                    code = 0
-            except BaseException as error:  # noqa: BLE001 - a forked child must end here, whatever happens
-                os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    return pids
-
-
 def _train(rank: int, place: Path, run: _Run, shared: mmap.mmap, steps: int | None) -> None:
     """Load the newest, and train: until killed, saving after every step, or ``steps`` more, saving nothing."""
-    from datetime import timedelta
-
     import torch
-    from torch import distributed, nn
+    from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from torch.utils.data.distributed import DistributedSampler
 
     import trine
 
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{place / 'store'}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=LIMIT_S / 2),
-    )
     if steps is None:
         _mark_phases(rank, shared)
     generator = torch.Generator().manual_seed(1)
@@ -277,7 +227,7 @@ def _mark_phases(rank: int, shared: mmap.mmap) -> None:
     marked(writing, "write_whole", "small files")
     marked(integrity.Writer, "finish", "metadata")
     marked(writing, "write_description", "description")
-    marked(writing, "_rename", "renaming")
+    marked(writing, "renamed_when_whole", "renaming")
     marked(writing, "forget_old", "deleting old ones")
     for owner, name in ((Path, "rename"), (Path, "unlink"), (shutil, "rmtree"), (os, "fsync")):
         _stretch(owner, name)
@@ -298,30 +248,13 @@ def _stretch(owner: Any, name: str) -> None:
 # --- afterwards --------------------------------------------------------------------------------
 
 
-def _ended(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _await_end(pids: list[int], killed: bool = True) -> str:
+def _end_of(pids: list[int], killed: bool = False) -> str:
     """What is wrong with how they end: they hang, or, where none was ``killed``, they fail."""
-    until = time.monotonic() + LIMIT_S
-    while not all(_ended(pid) for pid in pids):
-        if time.monotonic() > until:
-            _kill(pids)
-            return f"ranks were still there after {LIMIT_S:.0f} s"
-        time.sleep(0.005)
-    codes = _reap(pids)
+    hung = forked_ranks.await_end(pids)
+    if hung:
+        return hung
+    codes = forked_ranks.reap(pids)
     return "" if killed or not any(codes) else f"ranks ended with {codes}"
-
-
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    _reap(pids)
-
-
-def _reap(pids: list[int]) -> list[int]:
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def _said(place: Path) -> str:
@@ -340,15 +273,15 @@ def _losses_that_differ(folder: Path) -> dict[str, str]:
             losses = seen.setdefault(f"{rank} {run.name}", defaultdict(set))
             for line in lines:
                 step, _, loss = line.partition(" ")
-                if loss.endswith(("p+0", "p-0")) or "p" in loss:
+                if "p" in loss:  # a line that a kill cut short has no exponent yet
                     losses[int(step)].add(loss)
     longest = max((max(losses, default=0) for losses in seen.values()), default=0)
     control = folder / "control"
     control.mkdir(exist_ok=True)
     quiet = _Run("control", False, None)
     shared = mmap.mmap(-1, 4096)
-    failure = _await_end(
-        _start(control, lambda rank: _train(rank, control, quiet, shared, longest + 1)), killed=False
+    failure = _end_of(
+        forked_ranks.start(control, RANKS, lambda rank: _train(rank, control, quiet, shared, longest + 1))
     )
     if failure:
         return {run.name: f"the control failed: {failure}" for run in RUNS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -220,16 +221,29 @@ def resumed(rank: int, changes: dict[str, Any], model: dict[str, Any], folder: s
         if engine.position == (1, 2):
             engine.save(f"{folder}/middle")
 
-    engine, sampler, loader = made(100 + rank * (engine_seed_differs(changes)))
-    whole = run(engine, sampler, loader, save)
-    engine.save(f"{folder}/whole")
-    engine.close()
-    engine, sampler, loader = made(7)
-    step = engine.load(f"{folder}/middle")
-    rest = run(engine, sampler, loader, lambda _: None)
-    engine.save(f"{folder}/resumed")
-    engine.close()
+    with may_have_children():
+        engine, sampler, loader = made(100 + rank * (engine_seed_differs(changes)))
+        whole = run(engine, sampler, loader, save)
+        engine.save(f"{folder}/whole")
+        engine.close()
+        engine, sampler, loader = made(7)
+        step = engine.load(f"{folder}/middle")
+        rest = run(engine, sampler, loader, lambda _: None)
+        engine.save(f"{folder}/resumed")
+        engine.close()
     return step, whole[step:], rest
+
+
+@contextmanager
+def may_have_children() -> Iterator[None]:
+    """A pool's ranks are daemons, and a daemon's loader may not start workers."""
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = settings["daemon"]
+    settings["daemon"] = False
+    try:
+        yield
+    finally:
+        settings["daemon"] = before
 
 
 def engine_seed_differs(changes: dict[str, Any]) -> bool:

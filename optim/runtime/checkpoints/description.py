@@ -109,6 +109,8 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _hint(folder: Path) -> str:
+    if (folder / DESCRIPTION).exists():
+        return f": its {DESCRIPTION} cannot be read"
     if partial_of(folder).exists():
         return ": a save was interrupted before it was whole"
     steps = series(folder)
