@@ -57,6 +57,7 @@ class Sequences:
         self._calls = 0
         self._parameters = inspect.signature(model.forward).parameters
         self._of_transformers = is_of_transformers(model)
+        self._kind = type(model).__name__  # before anything wraps it
         self._hooks = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._leave),
@@ -183,7 +184,7 @@ class Sequences:
         use(None)
         if was_used and self.attending.calls == self._calls:
             raise UsageError(
-                f"{_KEY}: no attention of {type(model).__name__} went through "
+                f"{_KEY}: no attention of {self._kind} went through "
                 "torch.nn.functional.scaled_dot_product_attention, looked up when it is called: each rank would see its own "
                 "part of the sequence alone. Have the model call that, or drop the key"
             )

@@ -408,7 +408,8 @@ def _forget_unreduced(modules: Sequence[FSDPModule], roots: Sequence[FSDPModule]
                     parameter._unsharded_param.grad = None
     for root in roots:
         reset = getattr(root, "reset_iter_state", None)  # from PyTorch 2.13 on
-        if reset is not None:
+        # Before its first forward there is nothing to reset, and PyTorch stumbles over that.
+        if reset is not None and root._get_fsdp_state()._is_root is not None:
             reset()
     if not hasattr(FSDPModule, "reset_iter_state"):
         for module in modules:
