@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import optim_cases
@@ -10,6 +11,7 @@ import torch
 import trine
 from trine.optim.runtime import meshes, sharding
 from trine.optim.runtime.counted_steps import counted
+from trine.optim.runtime.memory_fit import measured_bytes
 from trine.optim.runtime.memory_ledger import Ledger
 from trine.samples.gpt import loss_of
 
@@ -58,3 +60,69 @@ def allocated(rank: int, changes: dict[str, Any]) -> dict[str, dict[str, int]]:
     model, optimizer, batch = made()
     config = trine.Config().with_changes(changes)
     return counted(Ledger(), (model, optimizer), config, loss_of, batch)
+
+
+def by_the_profiler(rank: int, changes: dict[str, Any]) -> tuple[int, int, int]:
+    """Peak of the second step above what was there before it, on this rank: by the allocator's own events, by the ledger;
+    and what kernels had for themselves at most.
+    """
+    config = trine.Config().with_changes(changes)
+
+    def engine_of() -> tuple[Any, Any]:
+        model, optimizer, batch = made()
+        return trine.optimize(model, optimizer, config, loss_fn=loss_of), batch
+
+    engine, batch = engine_of()
+    engine.train_step(batch)
+    gc.collect()
+    gc.disable()
+    try:
+        events = measured_bytes(torch.device("cpu"), lambda: engine.train_step(batch))
+        engine, batch = engine_of()
+        engine.train_step(batch)
+        gc.collect()
+        ledger = Ledger()
+        ledger.tag_model(engine.model)
+        ledger.tag_optimizer(engine.optimizer)
+        ledger.tag(batch, "batch")
+        before = sum(ledger.at_end().values())
+        with ledger:
+            engine.train_step(batch)
+    finally:
+        gc.enable()
+    return events, sum(ledger.peak().values()) - before, before
+
+
+def by_pytorchs_tracker() -> tuple[int, int]:
+    """Peaks of the second step of a sharded model, predicted: by the ledger and by FSDPMemTracker. In a fork."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools import FSDPMemTracker
+
+    from trine.optim.runtime import pretended_ranks as pretended
+
+    pretended.pretend(4, 0)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model, optimizer, batch = made()
+    batch = pretended.faked_batch(batch, mode)
+    parameters = pretended.faked_model(model, mode)
+    pretended.faked_optimizer(optimizer, parameters, mode)
+    config = trine.Config().with_changes({"zero.stage": 3})
+    peaks = []
+    with mode:
+        ledger = pretended.PretendedLedger()
+        ledger.tag_model(model)
+        ledger.tag(batch, "batch")
+        with ledger:
+            engine = trine.optimize(model, optimizer, config, loss_fn=loss_of)
+            ledger.tag_model(engine.model)
+            engine.train_step(batch)
+            gc.collect()
+            since = ledger.mark()
+            tracker = FSDPMemTracker(engine.model, engine.optimizer)
+            tracker.track_inputs(batch)
+            tracker.track_external(*engine.model.buffers())
+            with tracker:
+                engine.train_step(batch)
+        peaks.append(sum(ledger.peak(since).values()))
+        peaks.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+    return peaks[0], peaks[1]
