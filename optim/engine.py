@@ -453,7 +453,8 @@ class Engine(Staged, Persistent):
 
     def _probe(self, piece: Any) -> None:
         """Forward and backward of a micro-batch whose memory is measured; what it leaves is undone by who measures."""
-        self._synchronise(self.config.zero.stage >= 2)  # gradients that stay unreduced could not be undone
+        # Gradients that FSDP2 keeps unreduced could not be undone.
+        self._synchronise(self.config.zero.stage >= 2 or self._facts.layout.is_hybrid)
         loss = weighed(self._forward(piece), 1.0, piece)[0]
         require_loss(loss)
         with self._update.contexts():

@@ -222,7 +222,8 @@ class SavedTensors:
         local = local_part(tensor)
         if not is_plain(local) or local.layout is not torch.strided:
             return _Left(tensor.detach(), None)
-        store = self._store_for(tensor, local.untyped_storage().nbytes())
+        # An empty view, as of an expert that no token came to, has nothing to store.
+        store = self._store_for(tensor, local.untyped_storage().nbytes()) if local.numel() else None
         if store is None:
             token = None if self.is_parameter(tensor) else self._token(local)
             # Detached: an output that held itself would be a cycle through its own node, and never freed.

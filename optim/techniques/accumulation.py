@@ -19,6 +19,7 @@ from typing import Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._needs import require_plain_layout
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -86,6 +87,9 @@ def check(config: Config, facts: Facts) -> None:
             f'{plan.key} = "auto": the memory of {facts.device_type} devices cannot be measured here: write a number'
         )
     if config.accumulation.delayed:
+        require_plain_layout(
+            "accumulation.delayed", facts, "it averages whole gradients of whole models over all ranks"
+        )
         _check_delayed(config, facts)
 
 

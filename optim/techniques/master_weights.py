@@ -66,6 +66,12 @@ def check(config: Config, facts: Facts) -> None:
             "precision.master_weights: the model has float64 parameters, which fp32 masters would round: drop the key, "
             "or convert the model to float32"
         )
+    layout = facts.layout
+    if config.zero.stage < 2 and layout.is_hybrid and layout.size("replicate", "expert", "context") > 1:
+        raise UsageError(
+            f"precision.master_weights and {layout.hybrid_key()} cannot be combined with zero.stage = {config.zero.stage}: "
+            "parameters that FSDP2 replicates are its own masters. Set zero.stage = 2 or 3 as well, or drop one of them"
+        )
     if config.zero.stage < 2:
         from trine.optim.runtime.replicas import cannot_be_wrapped_anew
 
