@@ -14,11 +14,12 @@ import offload_cases
 import optim_cases
 import pytest
 import torch
+from lazy_copies import LazyCopier
 from rank_pool import RankPool
 from torch import nn
 
 import trine
-from trine.optim.runtime.tiers import files
+from trine.optim.runtime.tiers import block_parameters, files, tiled_step
 from trine.optim.runtime.tiers.files import TierFile, checksum_of
 from trine.record.errors import TrainingError, UsageError
 from trine.samples.gpt import loss_of
@@ -578,3 +579,39 @@ def test_refused_on_ranks(changes: dict[str, Any], words: list[str], two_ranks: 
     for said in two_ranks.run("offload_cases:refused", changes):
         assert all(word in said for word in ["offload.parameters", *words]), said
         assert "\n" not in said
+
+
+# --- beside a device ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["cpu", "disk", "masters"])
+def test_copies_beside_the_computation_are_waited_for(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same code that runs on CUDA streams, with copies that happen as late as they may."""
+    masters = {"precision.dtype": "bf16", "precision.master_weights": True} if which == "masters" else {}
+    changes = whole(tmp_path) if which == "disk" else CPU | {"offload.parameters": "cpu"}
+    plain = offload_cases.train(masters)
+    made: list[LazyCopier] = []
+
+    def lazy() -> LazyCopier:
+        made.append(LazyCopier())
+        return made[-1]
+
+    monkeypatch.setattr(tiled_step, "Copier", lazy)
+    monkeypatch.setattr(block_parameters, "Copier", lazy)
+    assert plain.is_bitwise(offload_cases.train({**masters, **changes}))
+    assert sum(copier.done for copier in made) > 50
+    for copier in made:
+        assert not copier.queue
+
+
+def test_a_copy_that_is_not_waited_for_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless() -> LazyCopier:
+        copier = LazyCopier()
+        copier.wait = lambda event, stream: None  # type: ignore[method-assign]
+        return copier
+
+    plain = offload_cases.train({})
+    monkeypatch.setattr(tiled_step, "Copier", careless)
+    assert not plain.is_bitwise(offload_cases.train(CPU))

@@ -266,7 +266,7 @@ class BlockParameters:
         for held in block.held:
             held.there.untyped_storage().resize_(held.bytes)
             if held.region is None:
-                block.events.append(self._copier.copy(held.there, held.home))
+                block.events.append(self._copier.copy(_bytes_of(held.there), _bytes_of(held.home)))
                 continue
             held.region.notice()
             buffer = self._pool.take(held.bytes) if self._copier.is_asynchronous else None

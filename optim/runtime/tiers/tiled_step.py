@@ -338,7 +338,7 @@ class TiledStep:
     def _staged(self, values: torch.Tensor, tile: _Tile) -> torch.Tensor:
         assert tile.slab is not None
         buffer = tile.slab.take(values.numel(), values.dtype).view(values.shape)
-        tile.events += _events(self._copier.copy(buffer, values))
+        tile.events += _events(self._copier.copy(*_raw(buffer, values)))
         self.moved_bytes += buffer.numel() * buffer.element_size()
         return buffer
 
@@ -390,7 +390,7 @@ class TiledStep:
             if part.slot.parameter is not None:
                 writes.append((part.slot.parameter, part.span.start, part.span.end, _bytes(part.parameter)))
             for where, buffer in part.back:
-                events += _events(self._copier.copy(where, buffer))
+                events += _events(self._copier.copy(*_raw(where, buffer)))
                 self.moved_bytes += buffer.numel() * buffer.element_size()
             events += self._round(part)
         self.moved_bytes += sum(values.numel() for *_, values in writes)
@@ -415,7 +415,7 @@ class TiledStep:
             where.copy_(part.parameter)
             return []
         self.moved_bytes += part.rounded.numel() * part.rounded.element_size()
-        return _events(self._copier.copy(where, part.rounded.copy_(part.parameter)))
+        return _events(self._copier.copy(*_raw(where, part.rounded.copy_(part.parameter))))
 
     def _keep_state(self, part: _Part) -> list[tuple[Region, int, int, torch.Tensor]]:
         """The state that the optimizer left for a span, into the whole; what is to be written of it."""
@@ -477,6 +477,13 @@ class TiledStep:
 
 def _regions(slot: Slot) -> list[Region]:
     return [*slot.regions.values(), *([] if slot.parameter is None else [slot.parameter])]
+
+
+def _raw(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as bytes, where they lie in one piece each."""
+    if not (target.is_contiguous() and source.is_contiguous()):
+        return target, source
+    return target.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8)
 
 
 def _events(event: Any) -> list[Any]:
