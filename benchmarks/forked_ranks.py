@@ -78,7 +78,7 @@ def _join(rank: int, ranks: int, store: Path) -> None:
     )
 
 
-def outcomes(place: Path, ranks: int, act: Callable[[int], Any]) -> list[Any]:
+def outcomes(place: Path, ranks: int, act: Callable[[int], Any], limit_s: float = LIMIT_S) -> list[Any]:
     """What ``act(rank)`` returns on each; of a rank that raised or was killed, a string that begins with ``ended``."""
     place.mkdir(parents=True, exist_ok=True)
 
@@ -89,7 +89,7 @@ def outcomes(place: Path, ranks: int, act: Callable[[int], Any]) -> list[Any]:
     for rank in range(ranks):
         (place / f"outcome-{rank}.json").unlink(missing_ok=True)
     pids = start(place, ranks, told)
-    hung = await_end(pids)
+    hung = await_end(pids, limit_s)
     codes = [] if hung else reap(pids)
     found: list[Any] = []
     for rank in range(ranks):
@@ -107,13 +107,13 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def await_end(pids: list[int]) -> str:
-    """Wait for all; where some are there after :data:`LIMIT_S`, end all and say so."""
-    until = time.monotonic() + LIMIT_S
+def await_end(pids: list[int], limit_s: float = LIMIT_S) -> str:
+    """Wait for all; where some are there after ``limit_s``, end all and say so."""
+    until = time.monotonic() + limit_s
     while not all(has_ended(pid) for pid in pids):
         if time.monotonic() > until:
             end_all(pids)
-            return f"ranks were still there after {LIMIT_S:.0f} s"
+            return f"ranks were still there after {limit_s:.0f} s"
         time.sleep(0.005)
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from trine.record.model import PHASES
@@ -23,6 +24,7 @@ class EngineEvents:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._regions = ExitStack()
 
     def on_event(self, kind: str, values: dict[str, Any]) -> None:
         """Called in the training thread for each event."""
@@ -45,12 +47,19 @@ class EngineEvents:
             session.log(**{str(values["name"]): values.get("value")})
         elif kind == "microbatches":
             session.background.take_microbatches(values["rows"])
+        elif kind == "region_begin":
+            session.guard.run("regions", self._enter, values)
+        elif kind == "region_end":
+            session.guard.run("regions", self._regions.close)
         elif kind == "configuration":
             session.guard.run("configuration", self._describe, values)
 
     def _describe(self, values: dict[str, Any]) -> None:
         """What the engine applies stands in ``run.json``, unless the program has said it itself."""
         self._session.describe(configuration=values.get("configuration"), effects=values.get("effects"))
+
+    def _enter(self, values: dict[str, Any]) -> None:
+        self._regions.enter_context(self._session.regions.inside(values["region"], values["name"]))
 
     def _begin(self, index: int | None) -> None:
         session = self._session

@@ -26,7 +26,8 @@ def listen(listener: Listener) -> Callable[[], None]:
     Kinds: ``step_begin`` {index}, ``step_end`` {index, tokens, samples, loss}, ``step_cancel`` {index} (it began, and
     there was no batch for it), ``phase`` {name}, ``metric`` {name, value}, ``configuration`` {configuration, effects}
     (what an engine applies, and what that changed, in words), ``microbatches`` {rows} (what a pipeline's stage did in the
-    step: direction as the model's table of that name has it, stage, index, start and end by ``perf_counter_ns``).
+    step: direction as the model's table of that name has it, stage, index, start and end by ``perf_counter_ns``),
+    ``region_begin`` {region, name} and ``region_end`` (what a run does beside training, such as a ``checkpoint``).
     """
     global _listeners
     _listeners = (*_listeners, listener)

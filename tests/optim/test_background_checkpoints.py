@@ -37,3 +37,21 @@ def test_a_failure_is_told_once_on_every_rank(two_ranks: RankPool, tmp_path: Pat
 
 def test_closing_waits_for_it(two_ranks: RankPool, tmp_path: Path) -> None:
     assert all(two_ranks.run("checkpoint_cases:closed_while_saving", str(tmp_path / "run")))
+
+
+def test_the_record_knows_how_long_training_stood_still(tmp_path: Path) -> None:
+    """One region a save, whatever it calls; what the background does is none."""
+    import checkpoint_cases
+
+    import trine
+
+    engine = checkpoint_cases.plain_engine()
+    batches = checkpoint_cases.zero_cases.optim_cases.batches(3, 2)
+    with trine.profile(tmp_path / "record", model=engine.model, windows=None) as prof:
+        for batch in prof.steps(batches):
+            engine.train_step(batch)
+            engine.save(tmp_path / "now")
+            engine.save(tmp_path / "later", asynchronous=True).result(60)
+    table = trine.load(tmp_path / "record").rank(0).regions
+    assert list(table.text("name")) == ["engine.save"] * 6
+    assert set(table.text("kind")) == {"checkpoint"}

@@ -12,6 +12,7 @@ from trine.optim.runtime.checkpoints.description import name_of
 from trine.optim.runtime.checkpoints.ranks import Ranks
 from trine.optim.runtime.checkpoints.reading import Loaded, load
 from trine.optim.runtime.checkpoints.writing import Plans, prepared, written
+from trine.record.events import emit
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
@@ -41,10 +42,23 @@ class Keeper:
         asynchronous: bool = False,
     ) -> Path | Saving:
         """Write the run's state to ``folder``, or with ``keep`` to ``step-…`` in it, of which so many stay."""
-        folder = folder.resolve()
-        self._settle_together()
-        if keep is not None:
-            folder = folder / name_of(step)
+        emit("region_begin", region="checkpoint", name="engine.save")  # as long as training stands still
+        try:
+            self._settle_together()
+            folder = folder.resolve() if keep is None else folder.resolve() / name_of(step)
+            return self._save(folder, scheduler, step, data, keep, asynchronous)
+        finally:
+            emit("region_end")
+
+    def _save(
+        self,
+        folder: Path,
+        scheduler: Any,
+        step: int,
+        data: Callable[[], Mapping[str, Any]],
+        keep: int | None,
+        asynchronous: bool,
+    ) -> Path | Saving:
         job = prepared(folder, self._assembly, scheduler, step, keep, self._ranks, self._plans, data)
         if not asynchronous:
             return written(job, self._ranks)
