@@ -70,7 +70,31 @@ CASES = (
     *_beside(
         "compiled blocks on 2", {"compute.compile": "blocks"}, dtype="float32", tolerance=1e-5, slow=True
     ),
-    *_beside("documents on 4", {}, ranks=4, data="documents"),
+    Case("tensor + documents on 4", _TENSOR, ranks=4, data="documents"),
+    Case(
+        "tensor + sequence + loss + documents in shape buckets on 4",
+        {**_ALL, "data.shape_buckets": [8, 16, 32]},
+        ranks=4,
+        data="documents",
+    ),
+    Case("tensor + sequence + loss + clipped on 2", _ALL, ranks=2, optimizer="sgd", clip_norm=0.2),
+    Case(
+        "tensor + sequence + loss + zero 3 + clipped on 4",
+        {**_ALL, "zero.stage": 3},
+        ranks=4,
+        optimizer="sgd",
+        clip_norm=0.2,
+    ),
+    *_beside(
+        "pipeline 2 on 4", {"parallel.pipeline": 2, "parallel.microbatches": 4}, ranks=4, model={"layers": 4}
+    ),
+    *_beside(
+        "context 2 on 4", {"parallel.context": 2}, ranks=4, model={"attention": "sdpa"}, optimizer="sgd"
+    ),
+    *_beside("mixture on 2", {}, model={"experts": 4, "mlp": "swiglu"}),
+    *_beside("expert 2 on 4", {"parallel.expert": 2}, ranks=4, model={"experts": 4}, optimizer="sgd"),
+    *_beside("optimizer on the cpu on 2", {"offload.optimizer": "cpu"}),
+    *_beside("parameters on the cpu + zero 3 on 4", {"offload.parameters": "cpu", "zero.stage": 3}, ranks=4),
     *_beside("offloaded activations on 2", {"offload.activations": "cpu"}),
     *_beside(
         "low-precision activations on 2", {"activations.dtype": "bf16"}, dtype="float32", tolerance=2e-3
