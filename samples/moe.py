@@ -104,11 +104,11 @@ class Experts(nn.Module):
         picked = top_k_index.flatten()
         order = picked.argsort(stable=True)  # all of the first expert's tokens, then the second's, ...
         sizes = picked.bincount(minlength=self.num_experts).tolist()
-        parts = hidden_states[order // top_k_index.shape[1]].split(sizes)
+        parts = torch.split(hidden_states[order // top_k_index.shape[1]], sizes)
         gates = [None] * self.num_experts if self.gate is None else self.gate.unbind()
         outputs = [
-            self._expert(part, *weights)
-            for part, *weights in zip(parts, gates, self.up.unbind(), self.down.unbind(), strict=True)
+            self._expert(part, gate, up, down)
+            for part, gate, up, down in zip(parts, gates, self.up.unbind(), self.down.unbind(), strict=True)
         ]
         back = torch.cat(outputs)[order.argsort()].view(*top_k_index.shape, -1)
         return (back * top_k_weights.unsqueeze(-1)).sum(1)

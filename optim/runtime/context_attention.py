@@ -78,7 +78,7 @@ class Attending:
         chunk = query.shape[-2] // 2
         parts = []
         for rows, place in zip(
-            query.split(chunk, -2), (self._place, 2 * self._ranks - 1 - self._place), strict=True
+            torch.split(query, chunk, -2), (self._place, 2 * self._ranks - 1 - self._place), strict=True
         ):
             seen = (place + 1) * chunk
             keys, values = key[..., :seen, :], value[..., :seen, :]

@@ -121,7 +121,7 @@ def apply(assembly: Assembly) -> None:
     group = group_of(facts, "replicate", "shard", "expert", "context")
     for module in assembly.model.modules():
         if hasattr(module, "balance_group"):
-            module.balance_group = group
+            setattr(module, "balance_group", group)  # noqa: B010 - a module's attributes are tensors to the type checker
     if spreads:
         _tell(assembly, spreads[0])
     assembly.effects.append(

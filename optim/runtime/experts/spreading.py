@@ -140,10 +140,9 @@ class Spread:
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """The module sees this rank's part of each parameter as a plain tensor, with its gradient."""
-    local: dict[str, Any] = {
-        name: parameter.to_local()
-        for name, parameter in module._parameters.items()
-        if isinstance(parameter, DTensor)
+    held: dict[str, Any] = dict(module._parameters)
+    local: dict[str, torch.Tensor] = {
+        name: parameter.to_local() for name, parameter in held.items() if isinstance(parameter, DTensor)
     }
     module.__dict__.update(local)  # found before parameters are
     try:
