@@ -204,7 +204,10 @@ def _published(shared: mmap.mmap) -> int:
 
 def _mark_phases(rank: int, shared: mmap.mmap) -> None:
     """Note in shared memory what a save is at, and stretch what is too quick to be hit."""
+    from trine.optim.runtime import lost_ranks
     from trine.optim.runtime.checkpoints import background, integrity, keeper, writing
+
+    lost_ranks.explained.__defaults__ = (0.1,)  # survivors wait for no signs: nobody reads what they say
 
     def marked(owner: Any, name: str, phase: str) -> None:
         original = getattr(owner, name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -109,9 +110,10 @@ class Persistent:
             raise UsageError(f"engine.save: keep = {keep!r} is how many checkpoints stay: 1 or more")
         if self._broken is not None:
             raise UsageError(self._broken)
-        return self._keeper.save(
-            Path(folder), self._update.scheduler, self._steps_done(), self._data_state, keep, asynchronous
-        )
+        with self._naming_lost_ranks():
+            return self._keeper.save(
+                Path(folder), self._update.scheduler, self._steps_done(), self._data_state, keep, asynchronous
+            )
 
     def load(self, folder: str | os.PathLike[str], *, newest: bool = False, data: bool = True) -> int:
         """Take back what :meth:`save` wrote, under whatever layout; the number of steps that had been done.
@@ -125,7 +127,8 @@ class Persistent:
         """
         self._require_outside("engine.load")
         require_path(folder, "engine.load")
-        loaded = self._keeper.load(Path(folder), self._update.scheduler, newest, self._half_loaded)
+        with self._naming_lost_ranks():
+            loaded = self._keeper.load(Path(folder), self._update.scheduler, newest, self._half_loaded)
         if self._broken == _HALF_LOADED:
             self._broken = None
         self._index = loaded.step
@@ -149,6 +152,20 @@ class Persistent:
         self._require_outside("engine.load_state_dict")
         self._index, data = checkpoints.restore(state, self._assembly, self._update.scheduler)
         self._data.load(data)
+
+    @contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
+        """In place of the backend's own error."""
+        try:
+            yield
+        except Exception as error:
+            from trine.optim.runtime.lost_ranks import explained
+
+            facts = self._assembly.facts
+            told = explained(error, facts.rank, facts.ranks, self._index)
+            if told is None:
+                raise
+            raise told from error
 
     def _data_state(self) -> dict[str, Any]:
         trained = self._step_open and self._consumed

@@ -19,9 +19,11 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trine.optim.runtime.checkpoints.ranks import Ranks
+from trine.optim.runtime.checkpoints.ranks import Ranks, reason_of
 from trine.optim.runtime.checkpoints.writing import Job, written
 from trine.optim.runtime.groups import end_group
+from trine.optim.runtime.lost_ranks import is_of_a_group
+from trine.record.errors import TrainingError
 
 if TYPE_CHECKING:
     from trine.optim.runtime.checkpoints.parts import SavePlanner
@@ -107,8 +109,9 @@ class Background:
         try:
             found = written(job, self.ranks)
         except BaseException as error:  # noqa: BLE001 - whoever waits for it raises it
-            logger.error("%s", str(error).partition("\n")[0])
-            future.set_exception(error)
+            told = _in_words(error, job)
+            logger.error("%s", str(told).partition("\n")[0])
+            future.set_exception(told)
         else:
             future.set_result(found)
 
@@ -117,3 +120,14 @@ class Background:
         self._buffers.clear()
         if self.ranks.group is not None:
             end_group(self.ranks.group)
+
+
+def _in_words(error: BaseException, job: Job) -> BaseException:
+    if not is_of_a_group(error):
+        return error
+    reason = reason_of(error).partition(". This is typically")[0]
+    told = TrainingError(
+        f"{job.what}: a rank was lost, or the process group ended before engine.close() ({reason})"
+    )
+    told.__cause__ = error
+    return told
