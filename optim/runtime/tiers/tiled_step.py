@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,19 @@ from trine.optim.runtime.host_memory import Copier, CudaCopier
 from trine.optim.runtime.nonfinite import local
 from trine.optim.runtime.tiers.faults import Faults
 from trine.optim.runtime.tiers.files import DamagedTier, Region
-from trine.optim.runtime.tiers.slabs import Slab, Slabs, padded
+from trine.optim.runtime.tiers.parts import (
+    Live,
+    Part,
+    Tile,
+    as_bytes,
+    events_of,
+    raw,
+    read_all,
+    reads_of,
+    regions_of,
+    write_all,
+)
+from trine.optim.runtime.tiers.slabs import Slabs, padded
 from trine.optim.runtime.tiers.slots import Slot, flat, is_moment, raw_step, with_strides_of
 from trine.optim.runtime.tiers.spans import Span, tiles_of
 from trine.record.errors import UsageError
@@ -35,42 +46,6 @@ __all__ = ["IN_FLIGHT", "TiledStep"]
 #: Tiles in flight: one comes in, one is updated, one goes back.
 IN_FLIGHT = 3
 _THREADS = 2
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A slot in the step that runs."""
-
-    parameter: torch.Tensor  # as it stands in the group: plain
-    gradient: torch.Tensor
-    state: dict[str, Any]
-    left: int  # spans that are still to come
-    fresh: bool  # the optimizer makes the state in this step
-    #: What the optimizer left, in its order of keys: numbers, and whole tensors of moments that are new.
-    made: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """A span that is loaded, or on its way."""
-
-    slot: Slot
-    span: Span
-    live: _Live
-    parameter: torch.Tensor  # what the optimizer steps on, and its gradient and state
-    gradient: torch.Tensor
-    state: dict[str, Any]
-    back: list[tuple[torch.Tensor, torch.Tensor]]  # (where, from what buffer): after the update
-    rounded: torch.Tensor | None  # buffer for what a master is rounded to
-    reads: list[tuple[Region, torch.Tensor]]
-
-
-@dataclass(slots=True, eq=False)
-class _Tile:
-    parts: list[_Part]
-    slab: Slab | None
-    events: list[Any]
-    reading: Future[None] | None = None
 
 
 class TiledStep:
@@ -110,7 +85,7 @@ class TiledStep:
         #: Bytes that tiles in flight take.
         self.slabs_bytes = count * max(sizes, default=0)
         self.slabs = Slabs(count, max(sizes, default=0), is_cuda, self._waited)
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: Since the start: bytes copied between device, host and disk; time that the update waited for them.
         self.moved_bytes = 0
@@ -145,7 +120,7 @@ class TiledStep:
         """Compare all that is on disk with its checksums; between steps."""
         try:
             for slot in self.slots:
-                for region in _regions(slot):
+                for region in regions_of(slot):
                     region.notice()
                     region.verify()
         except DamagedTier as error:
@@ -210,11 +185,11 @@ class TiledStep:
                 )
             state = self._optimizer.state.get(parameter, {})
             gradient = with_strides_of(gradient, parameter.detach())
-            live = _Live(parameter, gradient, state, len(self._spans[index]), not state)
+            live = Live(parameter, gradient, state, len(self._spans[index]), not state)
             self._live[index] = live
             self._adopt(slot, live)
 
-    def _adopt(self, slot: Slot, live: _Live) -> None:
+    def _adopt(self, slot: Slot, live: Live) -> None:
         """State that the program put there since, as ``load_state_dict`` does, goes where it belongs."""
         for key, value in live.state.items():
             if not is_moment(value, live.parameter):
@@ -263,7 +238,7 @@ class TiledStep:
         tiles = [
             spans for tile in self._tiles if (spans := [span for span in tile if span.slot in self._live])
         ]
-        ahead: _Tile | None = None
+        ahead: Tile | None = None
         for place, spans in enumerate(tiles):
             tile = ahead or self._load(spans)
             following = tiles[place + 1 : place + 2]
@@ -278,25 +253,25 @@ class TiledStep:
                 self._copier.wait(event, self._copier.computing())
             self._copied.clear()
 
-    def _load(self, spans: list[Span]) -> _Tile:
+    def _load(self, spans: list[Span]) -> Tile:
         """Begin to bring a tile in."""
         size = self._slab_bytes(spans)
         slab = self.slabs.take() if size else None
-        tile = _Tile([], slab, [])
+        tile = Tile([], slab, [])
         for span in spans:
             tile.parts.append(self._load_part(span, tile))
-        reads = [read for part in tile.parts for read in _reads(part)]
+        reads = [read for part in tile.parts for read in reads_of(part)]
         if reads:
             if self._threads is None:
-                _read_all(reads)
+                read_all(reads)
             else:
-                tile.reading = self._threads.submit(_read_all, reads)
+                tile.reading = self._threads.submit(read_all, reads)
             self.moved_bytes += sum(buffer.numel() for _, _, _, buffer in reads)
         return tile
 
-    def _load_part(self, span: Span, tile: _Tile) -> _Part:
+    def _load_part(self, span: Span, tile: Tile) -> Part:
         slot, live = self.slots[span.slot], self._live[span.slot]
-        part = _Part(slot, span, live, live.parameter, live.gradient, {}, [], None, [])
+        part = Part(slot, span, live, live.parameter, live.gradient, {}, [], None, [])
         parameter = flat(live.parameter, slot, span.start, span.end)
         if slot.parameter is not None:
             part.parameter = self._from_disk(slot.parameter, parameter, tile, part)
@@ -335,20 +310,20 @@ class TiledStep:
             return False
         return self._device.type != "cpu" or (slot.tier == "cpu" and slot.divisible)
 
-    def _staged(self, values: torch.Tensor, tile: _Tile) -> torch.Tensor:
+    def _staged(self, values: torch.Tensor, tile: Tile) -> torch.Tensor:
         assert tile.slab is not None
         buffer = tile.slab.take(values.numel(), values.dtype).view(values.shape)
-        tile.events += _events(self._copier.copy(*_raw(buffer, values)))
+        tile.events += events_of(self._copier.copy(*raw(buffer, values)))
         self.moved_bytes += buffer.numel() * buffer.element_size()
         return buffer
 
-    def _from_disk(self, region: Region, like: torch.Tensor, tile: _Tile, part: _Part) -> torch.Tensor:
+    def _from_disk(self, region: Region, like: torch.Tensor, tile: Tile, part: Part) -> torch.Tensor:
         assert tile.slab is not None
         buffer = tile.slab.take(like.numel(), like.dtype)
         part.reads.append((region, buffer))
         return buffer
 
-    def _wait(self, tile: _Tile) -> None:
+    def _wait(self, tile: Tile) -> None:
         def arrive() -> None:
             if tile.reading is not None:
                 tile.reading.result()
@@ -365,7 +340,7 @@ class TiledStep:
     def _waited(self, time_ns: int) -> None:
         self.wait_ns += time_ns
 
-    def _update(self, tile: _Tile) -> None:
+    def _update(self, tile: Tile) -> None:
         optimizer = self._optimizer
         for group in optimizer.param_groups:
             group["params"] = []
@@ -381,31 +356,31 @@ class TiledStep:
 
     # --- after the update ----------------------------------------------------------------------
 
-    def _store(self, tile: _Tile) -> None:
+    def _store(self, tile: Tile) -> None:
         """Begin to write a tile back."""
         writes: list[tuple[Region, int, int, torch.Tensor]] = []
         slab, events = tile.slab, []
         for part in tile.parts:
             writes += self._keep_state(part)
             if part.slot.parameter is not None:
-                writes.append((part.slot.parameter, part.span.start, part.span.end, _bytes(part.parameter)))
+                writes.append((part.slot.parameter, part.span.start, part.span.end, as_bytes(part.parameter)))
             for where, buffer in part.back:
-                events += _events(self._copier.copy(*_raw(where, buffer)))
+                events += events_of(self._copier.copy(*raw(where, buffer)))
                 self.moved_bytes += buffer.numel() * buffer.element_size()
             events += self._round(part)
         self.moved_bytes += sum(values.numel() for *_, values in writes)
         writing = None
         if writes:
             if self._threads is None:
-                _write_all(writes)
+                write_all(writes)
             else:
-                writing = self._threads.submit(_write_all, writes)
+                writing = self._threads.submit(write_all, writes)
         self._copied.extend(events)
         if slab is not None:
             slab.writing, slab.events = writing, events
             self.slabs.give_back(slab)
 
-    def _round(self, part: _Part) -> list[Any]:
+    def _round(self, part: Part) -> list[Any]:
         """A master's new values into what the model computes with."""
         target = part.slot.target
         if target is None:
@@ -415,9 +390,9 @@ class TiledStep:
             where.copy_(part.parameter)
             return []
         self.moved_bytes += part.rounded.numel() * part.rounded.element_size()
-        return _events(self._copier.copy(*_raw(where, part.rounded.copy_(part.parameter))))
+        return events_of(self._copier.copy(*raw(where, part.rounded.copy_(part.parameter))))
 
-    def _keep_state(self, part: _Part) -> list[tuple[Region, int, int, torch.Tensor]]:
+    def _keep_state(self, part: Part) -> list[tuple[Region, int, int, torch.Tensor]]:
         """The state that the optimizer left for a span, into the whole; what is to be written of it."""
         slot, live, span = part.slot, part.live, part.span
         writes = []
@@ -431,7 +406,7 @@ class TiledStep:
             if not isinstance(whole, torch.Tensor):
                 whole = live.made[key] = self._home(slot, live.parameter, key, value.dtype)
             if region is not None:
-                writes.append((region, span.start, span.end, _bytes(value)))
+                writes.append((region, span.start, span.end, as_bytes(value)))
             elif value is not part.state.get(key):
                 flat(whole, slot, span.start, span.end).copy_(value)
         live.left -= 1
@@ -439,7 +414,7 @@ class TiledStep:
             self._keep(live)
         return writes
 
-    def _keep(self, live: _Live) -> None:
+    def _keep(self, live: Live) -> None:
         """After a slot's last span: numbers, of which each span had its own, and what is new."""
         for key, value in live.made.items():
             held = live.state.get(key)
@@ -473,36 +448,3 @@ class TiledStep:
                 kinds.append(slot.target.dtype)
             total += sum(padded(count * kind.itemsize) for kind in kinds)
         return total
-
-
-def _regions(slot: Slot) -> list[Region]:
-    return [*slot.regions.values(), *([] if slot.parameter is None else [slot.parameter])]
-
-
-def _raw(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as bytes, where they lie in one piece each."""
-    if not (target.is_contiguous() and source.is_contiguous()):
-        return target, source
-    return target.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8)
-
-
-def _events(event: Any) -> list[Any]:
-    return [] if event is None else [event]
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().view(torch.uint8)
-
-
-def _reads(part: _Part) -> list[tuple[Region, int, int, torch.Tensor]]:
-    return [(region, part.span.start, part.span.end, _bytes(buffer)) for region, buffer in part.reads]
-
-
-def _read_all(reads: list[tuple[Region, int, int, torch.Tensor]]) -> None:
-    for region, start, end, buffer in reads:
-        region.read(start, end, buffer)
-
-
-def _write_all(writes: list[tuple[Region, int, int, torch.Tensor]]) -> None:
-    for region, start, end, values in writes:
-        region.write(start, end, values)
