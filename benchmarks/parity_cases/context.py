@@ -13,13 +13,13 @@ _SDPA: dict[str, Any] = {"attention": "sdpa"}
 _LLAMA: dict[str, Any] = {"attention": "sdpa", "mlp": "swiglu", "norm": "rms", "positions": "rotary"}
 
 CASES = (
-    Case("context 2 on 2", _TWO, ranks=2, model=_SDPA),
+    Case("context 2 on 2", _TWO, ranks=2, model=_SDPA, slow=True),
     Case("context 2 sgd on 2", _TWO, ranks=2, model=_SDPA, optimizer="sgd"),
     Case("context 2 fp32 on 2", _TWO, ranks=2, model=_SDPA, dtype="float32", tolerance=1e-5),
-    Case("context 2 from attention by hand on 2", _TWO, ranks=2),
+    Case("context 2 from attention by hand on 2", _TWO, ranks=2, slow=True),
     Case("context 2 with Llama's parts on 2", _TWO, ranks=2, model=_LLAMA),
     Case("context 4 on 4", _FOUR, ranks=4, model=_LLAMA, optimizer="sgd"),
-    Case("context 2 by data 2 on 4", _TWO, ranks=4, model=_SDPA, optimizer="sgd"),
+    Case("context 2 by data 2 on 4", _TWO, ranks=4, model=_SDPA, optimizer="sgd", slow=True),
     *(
         Case(
             f"context 2 + zero {stage} on {ranks}",
@@ -60,6 +60,14 @@ CASES = (
         ranks=4,
         model=_SDPA,
         optimizer="sgd",
+    ),
+    Case(
+        "context 2 + tensor 2 + sequence + loss on 4",
+        {**_TWO, "parallel.tensor": 2, "parallel.sequence": True, "parallel.loss": True},
+        ranks=4,
+        model=_LLAMA,
+        optimizer="sgd",
+        slow=True,
     ),
     Case(
         "context 2 + expert 2 on 4",

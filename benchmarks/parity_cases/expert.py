@@ -15,7 +15,7 @@ _BALANCED: dict[str, Any] = {"experts": 4, "balance": 0.01, "balance_over": "all
 _LLAMA: dict[str, Any] = {"experts": 4, "mlp": "swiglu", "norm": "rms", "positions": "rotary"}
 
 CASES = (
-    Case("expert 2 on 2", _TWO, ranks=2, model=_MIXTURE),
+    Case("expert 2 on 2", _TWO, ranks=2, model=_MIXTURE, slow=True),
     Case("expert 2 sgd on 2", _TWO, ranks=2, model=_MIXTURE, optimizer="sgd"),
     Case("expert 2 fp32 on 2", _TWO, ranks=2, model=_MIXTURE, dtype="float32", tolerance=1e-5),
     Case("expert 2 with the balance loss on 2", _TWO, ranks=2, model=_BALANCED, optimizer="sgd"),
@@ -23,7 +23,7 @@ CASES = (
     Case("expert 2 with one expert a token on 2", _TWO, ranks=2, model={"experts": 2, "top_k": 1}, slow=True),
     Case("expert 2 with documents on 2", _TWO, ranks=2, model=_MIXTURE, data="documents"),
     Case("expert 4 on 4", _FOUR, ranks=4, model=_MIXTURE, optimizer="sgd"),
-    Case("expert 2 by data 2 on 4", _TWO, ranks=4, model=_MIXTURE, optimizer="sgd"),
+    Case("expert 2 by data 2 on 4", _TWO, ranks=4, model=_MIXTURE, optimizer="sgd", slow=True),
     *(
         Case(
             f"expert 2 + zero {stage} on {ranks}",
@@ -56,6 +56,22 @@ CASES = (
         ranks=4,
         model=_MIXTURE,
         optimizer="sgd",
+    ),
+    *(
+        Case(
+            f"expert 2 + {name} on 4",
+            {**_TWO, **changes},
+            ranks=4,
+            model=_MIXTURE,
+            optimizer="sgd",
+            slow=True,
+        )
+        for name, changes in {
+            "tensor 2": {"parallel.tensor": 2},
+            "tensor 2 + sequence": {"parallel.tensor": 2, "parallel.sequence": True},
+            "pipeline 2": {"parallel.pipeline": 2},
+            "pipeline 2 + zero 3": {"parallel.pipeline": 2, "zero.stage": 3},
+        }.items()
     ),
     Case(
         "expert 2 + accumulation on 2",

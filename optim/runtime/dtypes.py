@@ -131,6 +131,9 @@ def matrix_modules(model: nn.Module) -> tuple[dict[str, nn.Module], bool]:
             continue
         if isinstance(module, _NO_PRODUCT) or next(module.children(), None) is not None:
             continue
+        # Experts hand on the type that they were given, whatever they computed in.
+        if hasattr(module, "num_experts"):
+            continue
         if any(p.dim() >= 2 and p.is_floating_point() for p in module.parameters(recurse=False)):
             found[plain_name(name)] = module
     return found, bool(compiled)
