@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import timedelta
 
+import torch
 from torch import distributed
 
 from trine.record.errors import TrainingError
@@ -23,6 +25,9 @@ PATIENCE_S = 10.0
 _SIGN = "trine/lost_ranks"
 #: Where a rank says why it ends, when others wait for its messages.
 _LAST_WORDS = "trine/last_words"
+
+#: A tag that no message has.
+_NEVER_SENT = 31_977
 
 #: What gloo, NCCL and the store say when a peer is gone or late. gloo raises plain RuntimeErrors.
 _WORDS = (
@@ -110,12 +115,21 @@ def _let_peers_know() -> None:
     Of all groups: stages of a pipeline have one of their own. gloo alone: NCCL's watchdog does so itself.
     """
     for group in list(distributed.distributed_c10d._world.pg_map):
-        if distributed.get_backend(group) != "gloo" or not hasattr(group, "abort"):
+        if distributed.get_backend(group) != "gloo":
             continue
-        try:
-            group.abort()
-        except RuntimeError as error:
-            logger.debug("a process group could not be aborted: %s", error)
+        for peer in distributed.get_process_group_ranks(group):
+            if peer != distributed.get_rank():
+                _close(group, peer)
+
+
+def _close(group: distributed.ProcessGroup, peer: int) -> None:
+    """A message that does not come in time closes gloo's connection, on both sides; ``abort`` leaves idle ones open."""
+    try:
+        waited = distributed.irecv(torch.empty(1), peer, group=group, tag=_NEVER_SENT)
+        if waited is not None:
+            waited.wait(timedelta(milliseconds=1))
+    except RuntimeError as error:  # what it is for; or the connection was closed already
+        logger.debug("the connection to rank %d was closed: %s", peer, error)
 
 
 def _silent(rank: int, ranks: int, patience_s: float) -> tuple[list[int], bool]:
