@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import socket
 import time
+from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -73,14 +78,75 @@ def run(
         said = f"ValueError: {error}"
         time.sleep(options.get("lingers_s", 0.0))
     seconds = time.monotonic() - began
-    engine._assembly.paths and engine._assembly.paths.close()
+    paths = engine._assembly.paths
+    if paths is not None:
+        paths.close()
     return {"said": said, "losses": losses, "seconds": seconds}
 
 
-def on_own_ranks(rank: int, ranks: int, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """The same, for groups that are broken afterwards."""
-    return run(rank, *arguments, **options)
+def case(
+    rank: int, ranks: int, runs: list[tuple[dict[str, Any], Any, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Several one after the other in one process group; the last may leave it unusable."""
+    return [run(rank, changes, orders, **options) for changes, orders, options in runs]
 
 
-def case(rank: int, ranks: int, changes: dict[str, Any], orders: Any, options: dict[str, Any]) -> Any:
-    return run(rank, changes, orders, **options)
+def cost(rank: int, ranks: int, changes: dict[str, Any], steps: int) -> list[tuple[float, float]]:
+    """Seconds of steps with and without the guard, alternated, of a model whose steps take some milliseconds."""
+    torch.manual_seed(0)
+    inner = Skipping(width=384, blocks=8)
+    config = trine.Config().with_changes(changes)
+    engine = trine.optimize(inner, torch.optim.SGD(inner.parameters(), lr=0.1), config, loss_fn=loss_of)
+    batch = (torch.randn(512, 8), torch.randint(0, 4, (512,)))
+    paths = engine._assembly.paths
+    assert paths is not None
+    forward, enter = engine._assembly.contexts[0], paths.enter
+    pairs = []
+    for step in range(steps):
+        taken = []
+        for guarded in (True, False) if step % 2 else (False, True):
+            engine._assembly.contexts[0] = forward if guarded else nullcontext
+            paths.enter = enter if guarded else _nothing  # type: ignore[method-assign]
+            began = time.perf_counter()
+            engine.train_step(batch)
+            taken.append((guarded, time.perf_counter() - began))
+        times = dict(taken)
+        pairs.append((times[True], times[False]))
+    paths.close()
+    return pairs
+
+
+def _nothing(unit: int) -> None:
+    """In place of the guard."""
+
+
+def on_ranks(ranks: int, function: str, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+    """What a function of this module returns on each rank of a gloo group that nobody uses afterwards, by rank."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    workers = [
+        context.Process(target=_rank, args=(rank, ranks, port, results, function, arguments), daemon=True)
+        for rank in range(ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        found = dict(results.get(timeout=timeout_s) for _ in workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join(10)
+    return [found[rank] for rank in range(ranks)]
+
+
+def _rank(rank: int, ranks: int, port: int, results: Any, function: str, arguments: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=90))
+    results.put((rank, globals()[function](rank, ranks, *arguments)))
+    results.close()
+    results.join_thread()
+    time.sleep(60)  # until all have answered: the store ends with rank 0

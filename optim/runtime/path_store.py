@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from torch import distributed
 
+from trine.optim.runtime.connections import pairs_of_ports, shut_down
+
 __all__ = ["END", "PathStore", "Place"]
 
 logger = logging.getLogger("trine")
@@ -169,6 +171,7 @@ class PathStore:
         """Why no rank can go on, to all; returns when they have heard, or after a while."""
         self.verdict = verdict
         try:
+            self._publish_connections()
             self._store.set(self._key("verdict"), verdict)
             self._store.set(self._key("news"), "1")
             end = time.monotonic() + _HEARD_S
@@ -264,12 +267,39 @@ class PathStore:
     def _hear(self, verdict: str) -> None:
         """Take it, and end what this rank waits in."""
         self.verdict = verdict
+        self._publish_connections()
         self._store.set(self._key("heard", self._number), "1")
         _abort_groups()
+        self._end_connections()
+
+    def _publish_connections(self) -> None:
+        pairs = list(pairs_of_ports(_port_of(self._store)))
+        self._store.set(self._key("connections", self._number), json.dumps(pairs))
+
+    def _end_connections(self) -> None:
+        """gloo cannot be aborted: what connects it to the others is shut down, as they name theirs."""
+        left = list(self._others)
+        end = time.monotonic() + _HEARD_S
+        while left and time.monotonic() < end:
+            for other in list(left):
+                key = self._key("connections", other)
+                if self._store.check([key]):
+                    theirs = json.loads(self._store.get(key).decode())
+                    shut_down(pairs_of_ports(_port_of(self._store)), [(a, b) for a, b in theirs])
+                    left.remove(other)
+            time.sleep(0.02)
+
+
+def _port_of(store: Any) -> int | None:
+    """Where the store is reached; ``None`` for one that needs no connection."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    return port if isinstance(port, int) else None
 
 
 def _abort_groups() -> None:
-    """Collectives that wait for ranks that will not come end with an error."""
+    """Collectives that wait for ranks that will not come end with an error, where the backend can: NCCL, not gloo."""
     for group in list(distributed.distributed_c10d._world.pg_map):
         try:
             group.abort()

@@ -242,6 +242,7 @@ def test_totals_are_those_of_pytorchs_own_tracker() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("changes", [{}, {"checkpointing.mode": "full"}, {"precision.dtype": "bf16"}])
 def test_a_device_allocates_what_was_predicted(changes: dict[str, Any]) -> None:
     """Within a tenth: kernels' workspaces, and libraries that allocate through PyTorch, are not predicted."""

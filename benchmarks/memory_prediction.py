@@ -1,0 +1,160 @@
+"""Memory that was predicted beside memory that real ranks allocate, and predictions for ranks that this machine lacks.
+
+    python benchmarks/memory_prediction.py [--quick]
+
+Real ranks are processes of a gloo group, 2 and 4 of them; each counts the storages of its tensors. Then the same
+configurations on 8, 64 and 1024 ranks, predicted alone. Bytes are of one rank. 1 where a kind is not as predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import sys
+from typing import Any
+
+__all__ = ["CONFIGURATIONS", "main"]
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "gradients as views": {"communication.gradient_as_view": True},
+    "ZeRO 1": {"zero.stage": 1},
+    "ZeRO 2": {"zero.stage": 2},
+    "ZeRO 3": {"zero.stage": 3},
+    "ZeRO 3, shards in pairs": {"zero.stage": 3, "parallel.shard": 2},
+    "ZeRO 3, full checkpointing": {"zero.stage": 3, "checkpointing.mode": "full"},
+    "selective checkpointing": {"checkpointing.mode": "selective"},
+    "bf16 autocast": {"precision.dtype": "bf16"},
+    "ZeRO 3, bf16, masters": {
+        "zero.stage": 3,
+        "precision.dtype": "bf16",
+        "precision.master_weights": True,
+    },
+    "two micro-batches": {"accumulation.steps": 2},
+}
+#: Kinds in the table; the rest are in the peak.
+SHOWN = (
+    "parameters",
+    "gathered_parameters",
+    "gradients",
+    "optimizer_state",
+    "communication",
+    "activations",
+    "temporary",
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two real ranks and three configurations alone")
+    quick = parser.parse_args(argv).quick
+    names = list(CONFIGURATIONS)[3:6] if quick else list(CONFIGURATIONS)
+    apart = 0
+    _head("predicted and allocated, bytes of rank 0 at the peak of a step", ["ranks", "peak", "error"])
+    for ranks in (2,) if quick else (2, 4):
+        wanted = [name for name in names if CONFIGURATIONS[name].get("parallel.shard", ranks) <= ranks // 2]
+        wanted += [name for name in names if "parallel.shard" not in CONFIGURATIONS[name]]
+        real = _on_real_ranks(ranks, [CONFIGURATIONS[name] for name in wanted])
+        for name, kinds in zip(wanted, real, strict=True):
+            said = _predicted(name, ranks).at_peak_bytes
+            worst = max(abs(said[kind] - kinds[kind]) for kind in kinds)
+            apart += worst > 0
+            _row(name, ranks, kinds, f"{sum(kinds.values()):,}", f"{worst:,}")
+    _head("predicted, bytes of rank 0 at the peak of a step", ["ranks", "peak", ""])
+    for ranks in (64,) if quick else (8, 64, 1024):
+        for name in names:
+            said = _predicted(name, ranks)
+            _row(name, ranks, said.at_peak_bytes, f"{said.peak_bytes:,}", "")
+    print(
+        f"{'no configuration is' if not apart else f'{apart} configurations are'} apart from its prediction"
+    )
+    return 1 if apart else 0
+
+
+def _head(title: str, columns: list[str]) -> None:
+    print(f"\n{title}\n")
+    print(
+        f"{'configuration':28}{columns[0]:>6}{columns[1]:>13}{columns[2]:>8}"
+        + "".join(f"{kind.replace('_', ' '):>21}" for kind in SHOWN)
+    )
+
+
+def _row(name: str, ranks: int, kinds: Any, peak: str, error: str) -> None:
+    print(f"{name:28}{ranks:>6}{peak:>13}{error:>8}" + "".join(f"{kinds[kind]:>21,}" for kind in SHOWN))
+
+
+def _made() -> tuple[Any, Any, Any]:
+    import torch
+
+    from trine.samples.gpt import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=4, hidden=64, heads=4, sequence=64))
+    ids = torch.zeros(4, 64, dtype=torch.int64)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), (ids, ids.clone())
+
+
+def _predicted(name: str, ranks: int) -> Any:
+    import trine
+    from trine.samples.gpt import loss_of
+
+    model, optimizer, batch = _made()
+    return trine.predict_memory(
+        model, CONFIGURATIONS[name], ranks=ranks, batch=batch, loss_fn=loss_of, optimizer=optimizer
+    )
+
+
+def _on_real_ranks(ranks: int, configurations: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """Of rank 0, in order."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    workers = [
+        context.Process(target=_rank, args=(rank, ranks, port, configurations, results), daemon=True)
+        for rank in range(ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        found: list[dict[str, int]] = results.get(timeout=600)
+    finally:
+        for worker in workers:
+            worker.join(20)
+            if worker.is_alive():
+                worker.kill()
+    return found
+
+
+def _rank(rank: int, ranks: int, port: int, configurations: list[dict[str, Any]], results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    import torch
+    from torch import distributed
+
+    from trine.optim import Config
+    from trine.optim.runtime import meshes, sharding
+    from trine.optim.runtime.counted_steps import counted
+    from trine.optim.runtime.memory_ledger import Ledger
+    from trine.samples.gpt import loss_of
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    found = []
+    for changes in configurations:
+        sharding._meshes.clear()  # a mesh that an earlier configuration made would be in no ledger
+        meshes._made.clear()
+        model, optimizer, batch = _made()
+        config = Config().with_changes(changes)
+        found.append(counted(Ledger(), (model, optimizer), config, loss_of, batch)["peak"])
+    if rank == 0:
+        results.put(found)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
