@@ -232,17 +232,18 @@ def _mark_phases(rank: int, shared: mmap.mmap) -> None:
     marked(writing, "write_description", "description")
     marked(writing, "renamed_when_whole", "renaming")
     marked(writing, "forget_old", "deleting old ones")
-    for owner, name in ((Path, "rename"), (Path, "unlink"), (shutil, "rmtree"), (os, "fsync")):
-        _stretch(owner, name)
+    for owner, name in ((Path, "unlink"), (shutil, "rmtree"), (os, "fsync")):
+        _stretch(owner, name, STRETCH_S)
+    _stretch(Path, "rename", 8 * STRETCH_S)  # between two of them there is only the one before
 
 
-def _stretch(owner: Any, name: str) -> None:
+def _stretch(owner: Any, name: str, seconds: float) -> None:
     original = getattr(owner, name)
 
     def act(*arguments: Any, **named: Any) -> Any:
-        time.sleep(STRETCH_S)
+        time.sleep(seconds)
         found = original(*arguments, **named)
-        time.sleep(STRETCH_S)
+        time.sleep(seconds)
         return found
 
     setattr(owner, name, act)
