@@ -94,8 +94,13 @@ def _read_precision(reading: Reading) -> None:
         if masters[0] == "fp16" and scale:
             reading.set("precision.loss_scale", float(scale), "fp16.loss_scale")
     elif autocast:
-        short = {"bfloat16": "bf16", "bf16": "bf16", "torch.bfloat16": "bf16", "fp16": "fp16"}
-        short |= {"float16": "fp16", "torch.float16": "fp16", "half": "fp16", None: "bf16"}
+        short: dict[Any, str] = {"bfloat16": "bf16", "bf16": "bf16", "torch.bfloat16": "bf16", "fp16": "fp16"}
+        short |= {"float16": "fp16", "torch.float16": "fp16", "half": "fp16"}
+        if dtype is None:
+            reading.errors.append(
+                "torch_autocast without dtype is float16 on CUDA and bfloat16 on a CPU: say which in torch_autocast.dtype"
+            )
+            return
         if dtype not in short:
             reading.errors.append(
                 f'torch_autocast.dtype = {spelled(dtype)}: it takes "bfloat16" or "float16"'

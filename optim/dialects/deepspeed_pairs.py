@@ -51,7 +51,7 @@ def _element_bytes(config: Config) -> int:
 
 
 def _write_bucket(value: Any, config: Config) -> int:
-    return max(1, round(value * _MIB / _element_bytes(config)))
+    return max(1, round(float(value) * _MIB / _element_bytes(config)))
 
 
 def _read_bucket(value: Any, reading: Reading) -> float | None:

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import distributed, nn
+from torch._C._distributed_c10d import HashStore
 from torch.utils._pytree import tree_map
 
 from trine.optim.engine import Engine
@@ -180,13 +181,17 @@ def _local_rank(rank: str) -> Callable[[], None]:
     if "LOCAL_RANK" in os.environ:
         return lambda: None
     os.environ["LOCAL_RANK"] = rank
-    return lambda: os.environ.pop("LOCAL_RANK", None) and None
+
+    def undo() -> None:
+        os.environ.pop("LOCAL_RANK", None)
+
+    return undo
 
 
 def _group_of_one(device_type: str) -> Callable[[], None]:
     """A process group for a program that has none, as DeepSpeed needs one; what takes it down again."""
     backend = "nccl" if device_type == "cuda" else "gloo"
-    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
     def destroy() -> None:
         import deepspeed.comm.comm as communication

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +124,63 @@ def test_closing_takes_back_what_deepspeed_changed(two_ranks: RankPool) -> None:
         assert answer["after"] == answer["before"]
         assert answer["during"]["linear"].startswith("deepspeed")
         assert answer["before"]["linear"].startswith("torch")
+
+
+ALONE = """
+import os
+import sys
+
+import torch
+import trine
+
+torch.set_num_threads(1)
+for stage in (0, 3, 2):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    engine = trine.optimize(
+        model, torch.optim.AdamW(model.parameters()), {"engine": "deepspeed", "zero": {"stage": stage}},
+        loss_fn=lambda model, batch: model(batch).pow(2).mean(),
+    )
+    losses = [float(engine.train_step(torch.ones(4, 8))) for _ in range(3)]
+    engine.close()
+    assert not torch.distributed.is_initialized()
+    print(*losses)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_without_a_process_group_and_without_a_word_of_deepspeeds(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    found = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", "alone.py"],
+        check=False,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert len(lines) == 3 and len(set(lines)) == 1  # the same losses at every stage, and nothing else
+    assert "DeepSpeed" not in found.stderr and "Warning" not in found.stderr
+
+
+def test_deepspeed_that_is_not_there_or_of_another_age_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    import trine
+    from trine.optim.techniques import deepspeed as technique
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    real = importlib.util.find_spec
+    monkeypatch.setattr(technique, "find_spec", lambda name: None if name == "deepspeed" else real(name))
+    with pytest.raises(trine.TrineError) as raised:
+        trine.optimize(model, optimizer, {"engine": "deepspeed"})
+    assert "pip install 'trine[deepspeed]'" in str(raised.value)
+    monkeypatch.setattr(technique, "find_spec", real)
+    monkeypatch.setattr(technique, "version", lambda name: "0.99.1")
+    technique._require_installed()
+    assert "tested with DeepSpeed 0.19, and this is 0.99.1" in caplog.text

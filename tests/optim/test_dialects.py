@@ -164,6 +164,7 @@ def test_two_of_the_three_batch_keys_are_enough(
         ({"amp": {}, "nebula": {}, "x": 1}, "nebula"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, '"none", "cpu" or "nvme"'),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload.path"),
+        ({"torch_autocast": {"enabled": True}}, "say which in torch_autocast.dtype"),
         ({"autotuning": {"enabled": True}}, 'accumulation.micro_batch = "auto"'),
     ],
 )
