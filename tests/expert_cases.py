@@ -264,3 +264,28 @@ def transformers_model(kind: str) -> Any:
     if kind in ("mixtral", "qwen_moe"):
         model.set_experts_implementation("eager")  # the grouped product has no float64
     return model
+
+
+def resumed(rank: int, folder: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Three steps of one layout, saved; three of another, loaded into a model of another seed; the plain run's six."""
+    import torch
+
+    import trine
+    from trine.samples.gpt import loss_of
+
+    losses = []
+    for seed, changes, steps in ((0, first, range(3)), (1, second, range(3, 6))):
+        model = mixture()
+        if seed:
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine = trine.optimize(model, optimizer, trine.Config().with_changes(changes), loss_fn=loss_of)
+        if seed:
+            engine.load(folder)
+        for step in steps:
+            losses.append(float(engine.train_step(batch_of(step, engine.data_rank, engine.data_ranks))))
+        if not seed:
+            engine.save(folder)
+        engine.close()
+    return _mean(losses), plain(6)[0]

@@ -5,6 +5,8 @@ That they train the same is held by the cases of benchmarks/parity_cases/expert.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -136,3 +138,21 @@ def test_balance_is_mean_over_largest(counts: list[list[int]]) -> None:
     assert load.balance() == pytest.approx(sum(totals) / 4 / max(totals))
     load.forget()
     assert load.balance() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (TWO, TWO),
+        (TWO, {"zero.stage": 3}),
+        ({**TWO, "zero.stage": 3}, {}),
+        ({}, TWO),
+    ],
+    ids=["the same", "to shards", "from both to replicas", "from replicas"],
+)
+def test_checkpoints_go_from_layout_to_layout(
+    two_ranks: RankPool, tmp_path: Path, first: dict[str, object], second: dict[str, object]
+) -> None:
+    for losses, expected in two_ranks.run("expert_cases:resumed", str(tmp_path / "saved"), first, second):
+        near(losses, expected)
