@@ -45,7 +45,7 @@ class EngineEvents:
             session.marker.base(PHASES.index(name) if name in PHASES else OTHER)
         elif kind == "metric":
             session.log(**{str(values["name"]): values.get("value")})
-        elif kind == "microbatches":
+        elif kind == "microbatches" and session.background is not None:
             session.background.take_microbatches(values["rows"])
         elif kind == "region_begin":
             session.guard.run("regions", self._enter, values)

@@ -19,7 +19,7 @@ def _by(schedule: str, **changes: Any) -> dict[str, Any]:
 
 
 CASES = (
-    Case("pipeline 1f1b on 2", _TWO, ranks=2, slow=False),
+    Case("pipeline 1f1b on 2", _TWO, ranks=2),
     Case("pipeline gpipe on 2", _by("gpipe"), ranks=2),
     *(Case(f"pipeline {name} on 2", _by(name), ranks=2, model=_FOUR) for name in _SEVERAL),
     Case("pipeline in chosen micro-batches on 2", {"parallel.pipeline": 2}, ranks=2),
@@ -76,12 +76,6 @@ CASES = (
         )
         for name in ("1f1b", "zbv")
         for mode in ("full", "selective")
-    ),
-    Case(
-        "pipeline + checkpointing to a budget on 2",
-        {**_TWO, "checkpointing.mode": "budget", "checkpointing.budget_bytes": 200_000},
-        ranks=2,
-        model=_FOUR,
     ),
     *(
         Case(

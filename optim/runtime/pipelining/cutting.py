@@ -223,4 +223,4 @@ def _retire(model: nn.Module) -> None:
             "engine.evaluate(batch) without gradients"
         )
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward

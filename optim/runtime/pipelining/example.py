@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ def _shown(
         with watch.installed():
             for _ in range(RUNS + 1):
                 watch.begin()
-                _loss(loss_fn, model, batch).backward()
+                torch.autograd.backward([_loss(loss_fn, model, batch)])
                 watch.end()
         costs = watch.costs()
         begins = cut(costs)
@@ -161,9 +162,12 @@ class _Watch:
             run.entered.append(self._now())
             hidden = arguments[0] if arguments else next(iter(named.values()), None)
             if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-                hidden.register_hook(lambda _: run.reached.__setitem__(place, self._now()))
+                hidden.register_hook(partial(self._reached, run.reached, place))  # type: ignore[no-untyped-call]
 
         return entering
+
+    def _reached(self, times: dict[int, int], place: int, gradient: torch.Tensor) -> None:
+        times[place] = self._now()
 
     def _leaving(self, block: nn.Module, arguments: Any, output: Any) -> None:
         run = self._runs[-1]

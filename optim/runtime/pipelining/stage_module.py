@@ -59,6 +59,9 @@ class Stage(nn.Module):
     ``behind`` are modules, by id, that run behind the blocks; ``shared`` those of other stages that this one needs too.
     """
 
+    #: What the rank's stages run now; they share one.
+    task: Task
+
     def __init__(
         self,
         model: nn.Module,

@@ -81,7 +81,7 @@ def _share(
         return
     count = sum(whole.numel() for whole in wholes)
     flat = torch.zeros(count + len(members), dtype=dtype, device=wholes[0].device)
-    parts = list(flat[:count].split([whole.numel() for whole in wholes]))
+    parts = torch.split(flat[:count], [whole.numel() for whole in wholes])
     for place, ((_, own), part) in enumerate(zip(members, parts, strict=True)):
         if own is not None:
             part.copy_(own.reshape(-1))
