@@ -320,3 +320,28 @@ def test_rows_that_do_not_divide_are_refused(two_ranks: RankPool) -> None:
     for said in two_ranks.run("tensor_cases:message", SEQUENCE, {"rows": 31}, True):
         assert "parallel.sequence cuts rows in 2, and these are of 31 tokens: pad them" in said
     assert two_ranks.run("tensor_cases:message", SEQUENCE, {"rows": 30}, True) == ["not refused"] * 2
+
+
+# --- on a device -------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_devices_generator_is_left_as_it_was() -> None:
+    from trine.optim.runtime.tensor_plans import Streams
+
+    device = torch.device("cuda", 0)
+    drawn = []
+    following = []
+    for place in (0, 1, 0):
+        torch.manual_seed(3)
+        streams = Streams(device, place)
+        streams.begin()
+        drawn.append(torch.rand(64, device=device))
+        streams.end()
+        following.append(torch.rand(64, device=device))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(following[0], following[1])
+    torch.manual_seed(3)
+    torch.randint(2**62, ())  # what a region takes of the processor's generator
+    assert torch.equal(torch.rand(64, device=device), following[0])

@@ -9,6 +9,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from trine.optim.runtime.local_steps import placed
+from trine.optim.runtime.nonfinite import local
 
 __all__ = ["complete"]
 
@@ -40,8 +41,8 @@ def complete(modules: list[nn.Module]) -> None:
 
 
 def _sum(parameters: list[nn.Parameter], group: distributed.ProcessGroup) -> None:
-    locals_: list[torch.Tensor] = [p.grad.to_local() for p in parameters]  # type: ignore[union-attr, attr-defined]
-    flat = torch.cat([each.reshape(-1) for each in locals_])
+    parts = [local(parameter.grad).reshape(-1) for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat(parts)
     distributed.all_reduce(flat, group=group)
-    for parameter, part in zip(parameters, flat.split([each.numel() for each in locals_]), strict=True):
+    for parameter, part in zip(parameters, torch.split(flat, [len(each) for each in parts]), strict=True):
         parameter.grad = placed(part.view(parameter.shape), parameter)

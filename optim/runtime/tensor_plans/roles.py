@@ -86,7 +86,8 @@ class Plan:
     def vocabulary(self) -> int:
         """Rows of the embedding or of the head; nought where neither is cut."""
         found = self.head or self.embedding
-        return 0 if found is None else int(found[1].weight.shape[0])  # type: ignore[union-attr, operator]
+        weight: Any = None if found is None else found[1].weight
+        return 0 if weight is None else int(weight.shape[0])
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -67,13 +67,13 @@ class Rows(RowwiseParallel):
         )
 
 
-def _enter_columns(plain: Placement, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+def _enter_columns(plain: Placement, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
     return _entered(inputs[0], mesh, plain)
 
 
 def _leave(
-    layouts: tuple[Placement, ...], is_local: bool, module: nn.Module, outputs: DTensor, mesh: DeviceMesh
-) -> torch.Tensor:
+    layouts: tuple[Placement, ...], is_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh
+) -> Any:
     """As PyTorch's styles, but that plain tensors are there: theirs are waited for at the next operator, which a compiled
     region or a kernel of somebody's own does not know.
     """
@@ -198,11 +198,11 @@ class _Fresh(torch.autograd.Function):
     """The same memory, and no view to autograd."""
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
         return x.data
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
