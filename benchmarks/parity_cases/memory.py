@@ -186,4 +186,78 @@ _MEMORY_TOGETHER = (
     ),
 )
 
-CASES = (*_CHECKPOINTING, *_ACTIVATIONS, *_MEMORY_TOGETHER)
+_PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 4}
+_BESIDE = (
+    *(
+        Case(
+            f"checkpointing {mode} + pipeline {schedule} on 2",
+            {**_PIPELINE, "parallel.schedule": schedule, "checkpointing.mode": mode},
+            ranks=2,
+            model={"layers": 4},
+            slow=True,
+        )
+        for schedule in ("1f1b", "zbv")
+        for mode in ("full", "selective")
+    ),
+    Case(
+        "checkpointing full + activations on disk + pipeline zbv on 2",
+        {
+            **_PIPELINE,
+            "parallel.schedule": "zbv",
+            "checkpointing.mode": "full",
+            "offload.activations": "nvme",
+            "offload.path": gettempdir(),
+        },
+        ranks=2,
+        model={"layers": 4},
+        slow=True,
+    ),
+    Case(
+        "checkpointing to a budget + activations on the cpu + tensor 2 with sequences on 2",
+        {
+            "parallel.tensor": 2,
+            "parallel.sequence": True,
+            "checkpointing.mode": "budget",
+            "checkpointing.budget_bytes": 800_000,
+            "offload.activations": "cpu",
+        },
+        ranks=2,
+        model={"layers": 4},
+        slow=True,
+    ),
+    Case(
+        "checkpointing full + activations on the cpu + zero 3 + tensor 2 on 4",
+        {
+            "parallel.tensor": 2,
+            "zero.stage": 3,
+            "checkpointing.mode": "full",
+            "offload.activations": "cpu",
+        },
+        ranks=4,
+        slow=True,
+    ),
+    Case(
+        "activations bf16 + zero 3 + tensor 2 on 4",
+        {"parallel.tensor": 2, "zero.stage": 3, "activations.dtype": "bf16"},
+        ranks=4,
+        dtype="float32",
+        tolerance=2e-3,
+        slow=True,
+    ),
+)
+_POOLED = (
+    Case(
+        "activations on the cpu, pooled",
+        {"offload.activations": "cpu", "activations.pool": True},
+        tolerance=0.0,
+        model=_DROPOUT,
+    ),
+    Case(
+        "activations fp16, pooled",
+        {"activations.dtype": "fp16", "activations.pool": True},
+        dtype="float32",
+        tolerance=1e-3,
+    ),
+)
+
+CASES = (*_CHECKPOINTING, *_ACTIVATIONS, *_MEMORY_TOGETHER, *_BESIDE, *_POOLED)

@@ -2,8 +2,8 @@
 
 What a forward's own operators allocate cannot be steered; what techniques copy can: tensors that come back from the host
 or the disk, tensors stored in fewer bits, and those made wide again. On a CPU each of them would be memory that the
-system maps, clears and unmaps once a step. On CUDA the caching allocator keeps memory by itself; a pool of the buffers
-of always the same sizes keeps them from splitting the blocks that other tensors leave.
+system maps, clears and unmaps once a step. On CUDA the caching allocator keeps memory by itself: little is to be
+gained there but buffers of steady sizes where those of other tensors vary.
 
 A buffer is handed out as a tensor over a storage of its own, which holds the buffer. It is free again when nothing holds
 that storage any more, whoever held it: autograd, a hook, a retained graph, a view. Nobody gives anything back, so nothing
