@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import random_combinations
 from rank_pool import RankPool
+
+from trine.optim.dialects.deepspeed_pairs import BESIDE, SAID
 
 pytest.importorskip("deepspeed", reason='engine = "deepspeed" needs DeepSpeed; install trine[deepspeed]')
 
@@ -184,3 +188,17 @@ def test_deepspeed_that_is_not_there_or_of_another_age_is_said(
     monkeypatch.setattr(technique, "version", lambda name: "0.99.1")
     technique._require_installed()
     assert "tested with DeepSpeed 0.19, and this is 0.99.1" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_configurations_drawn_at_random_are_refused_well_or_train_the_same(
+    seed: int, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    drawn = random_combinations.draw(random.Random(seed))
+    drawn["changes"] = {key: value for key, value in drawn["changes"].items() if key in BESIDE | SAID}
+    drawn["changes"]["engine"] = "deepspeed"
+    answers = two_ranks.run("random_combinations:attempt", dict(drawn), 2, str(tmp_path))
+    plain = two_ranks.run("random_combinations:plain", dict(drawn), 2)
+    fault = random_combinations.faults_of(drawn, answers, plain)
+    assert not fault, f"{drawn}: {fault}"
