@@ -169,6 +169,10 @@ def _gpt(layers: int) -> Any:
             {"parallel.schedule": "dualpipev", "parallel.microbatches": 3},
             "DualPipeV fills both ways at once and needs 4 or more",
         ),
+        (
+            {"parallel.microbatches": 1},
+            "parallel.microbatches = 1: 1F1B needs 2 or more, as many as it has stages",
+        ),
         ({"parallel.split": ["blocks.9"]}, "parallel.split: GPT has no module blocks.9"),
         ({"parallel.split": ["blocks.0"]}, "the first stage begins without being named"),
         (
@@ -218,3 +222,5 @@ def test_micro_batches_are_as_few_as_fill_the_pipeline() -> None:
     assert chosen_microbatches(several, 8) == 4
     with pytest.raises(UsageError, match="a batch of 2 cannot be cut for its schedule"):
         chosen_microbatches(several, 2)
+    with pytest.raises(UsageError, match='use larger batches, or parallel.schedule = "gpipe"'):
+        chosen_microbatches(plan, 1)

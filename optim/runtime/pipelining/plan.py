@@ -198,7 +198,7 @@ def chosen_microbatches(plan: Plan, batch: int) -> int:
         problem = plan.schedule.problem(plan.ranks, plan.chunks, batch)
         raise UsageError(
             f"parallel.pipeline: a batch of {batch} cannot be cut for its schedule: {problem or 'it is empty'}; use larger "
-            'batches, or parallel.schedule = "1f1b"'
+            'batches, or parallel.schedule = "gpipe"'
         )
     return next((count for count in able if plan.ideal(count) <= LARGEST_BUBBLE), able[-1])
 

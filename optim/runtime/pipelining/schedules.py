@@ -5,6 +5,8 @@
 
 The ideal bubble is counted on the order that PyTorch's own classes make: every rank does what stands next as soon as what
 it depends on is done, in given times and without any for messages. For the schedules that have a formula it is that one.
+A forward and a backward that DualPipeV may overlap follow each other here, as PyTorch runs them on one thread, and what they
+hand on leaves behind both.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Schedule:
 
     def problem(self, ranks: int, chunks: int, microbatches: int) -> str | None:
         """Why so many micro-batches cannot be run, with the nearest numbers that can; ``None`` where they can."""
+        if self.name == "1F1B" and microbatches < ranks:
+            return f'1F1B needs {ranks} or more, as many as it has stages; "gpipe" runs any number'
         if self.name == "DualPipeV" and microbatches < ranks * chunks:
             return f"{self.name} fills both ways at once and needs {ranks * chunks} or more, twice the ranks"
         if self.name in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % max(
@@ -99,13 +103,21 @@ def schedule_of(name: str | None, chunks: int | None) -> Schedule:
 Action = tuple[str, int, int]
 
 
+#: Actions whose messages leave together, when the last of them is done.
+Turn = tuple[Action, ...]
+
+
 @lru_cache(maxsize=256)
-def orders_of(
-    schedule: Schedule, ranks: int, chunks: int, microbatches: int
-) -> tuple[tuple[Action, ...], ...]:
+def orders_of(schedule: Schedule, ranks: int, chunks: int, microbatches: int) -> tuple[Turn, ...]:
     """By rank, what it does in its order, as PyTorch's class decides it. No process group is needed."""
+    turns = _turns_of(schedule, ranks, chunks, microbatches)
+    return tuple(tuple(action for turn in order for action in turn) for order in turns)
+
+
+def _turns_of(schedule: Schedule, ranks: int, chunks: int, microbatches: int) -> tuple[tuple[Turn, ...], ...]:
     if schedule.name == "1F1B":  # PyTorch draws another order than it runs
-        return tuple(_one_by_one(rank, ranks, microbatches) for rank in range(ranks))
+        orders = [_one_by_one(rank, ranks, microbatches) for rank in range(ranks)]
+        return tuple(tuple((action,) for action in order) for order in orders)
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     kind: Any = get_schedule_class(schedule.name)
@@ -115,7 +127,7 @@ def orders_of(
     )
     made = kind([stage] * chunks if schedule.several else stage, microbatches, loss_fn=None)
     return tuple(
-        tuple(action for given in made.pipeline_order[rank] for action in _actions(given))
+        tuple(turn for given in made.pipeline_order[rank] if (turn := tuple(_actions(given))))
         for rank in range(ranks)
     )
 
@@ -145,14 +157,14 @@ def ideal_bubble(
     schedule: Schedule, ranks: int, chunks: int, microbatches: int, times: Times = Times()
 ) -> float:
     """The part of an iteration in which a rank has nothing to do, mean over ranks, with even stages: 0 … 1."""
-    orders = orders_of(schedule, ranks, chunks, microbatches)
-    work = [sum(times.of(kind) for kind, _, _ in order) for order in orders]
+    orders = _turns_of(schedule, ranks, chunks, microbatches)
+    work = [sum(times.of(kind) for turn in order for kind, _, _ in turn) for order in orders]
     span = _span(orders, ranks * chunks, times)
     return 1.0 - sum(work) / len(work) / span
 
 
-def _span(orders: Sequence[Sequence[Action]], stages: int, times: Times) -> float:
-    """From the first start to the last end."""
+def _span(orders: Sequence[Sequence[Turn]], stages: int, times: Times) -> float:
+    """From the first start to the last end. Messages of a turn leave at its end, as PyTorch sends them."""
     done: dict[Action, float] = {}
     now = [0.0] * len(orders)
     places = [0] * len(orders)
@@ -161,11 +173,13 @@ def _span(orders: Sequence[Sequence[Action]], stages: int, times: Times) -> floa
         moved = False
         for rank, order in enumerate(orders):
             while places[rank] < len(order):
-                action = order[places[rank]]
-                ready = _ready(action, stages, done)
-                if ready is None:
+                turn = order[places[rank]]
+                ready = [_ready(action, stages, done) for action in turn]
+                if None in ready:
                     break
-                now[rank] = done[action] = max(now[rank], ready) + times.of(action[0])
+                for action, since in zip(turn, ready, strict=True):
+                    now[rank] = max(now[rank], since or 0.0) + times.of(action[0])
+                done.update(dict.fromkeys(turn, now[rank]))
                 places[rank] += 1
                 moved = True
     if any(place < len(order) for place, order in zip(places, orders, strict=True)):
