@@ -39,7 +39,7 @@ _PROCESSES = (
     accepted("mpirun_config", _LAUNCHER, whole=True),
     accepted("debug", "collectives are always watched: trine.profile"),
     *(
-        refused(name, "TPUs are not trained on here: take it out", None, False, "", "no")
+        refused(name, "TPUs are not trained on here: take it out", None, False, "", "no", [])
         for name in (
             "tpu_name",
             "tpu_zone",

@@ -248,7 +248,7 @@ def _tell_of_object(reading: Reading, name: str, kind: str, params: Mapping[str,
     )
     if name == "scheduler":
         reading.to_do.append(
-            f"make the scheduler in the program ({kind}: {given}) and pass scheduler=… to trine.optimize"
+            f"make the scheduler in the program ({kind}{': ' if given else ''}{given}) and pass scheduler=… to trine.optimize"
         )
         return
     if kind.lower() in _ONE_BIT:

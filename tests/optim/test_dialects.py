@@ -419,6 +419,19 @@ def test_deepspeed_inline_and_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert "ds.json" in said(path, read_accelerate) and "amp was removed" in said(path, read_accelerate)
 
 
+def test_an_empty_tpu_env_as_accelerate_config_writes_it() -> None:
+    assert accelerated({"distributed_type": "NO", "mixed_precision": "bf16", "tpu_env": []}) == {
+        "precision.dtype": "bf16"
+    }
+    assert "TPUs" in said({"distributed_type": "NO", "tpu_env": ["XLA_FLAGS=1"]}, read_accelerate)
+
+
+def test_a_scheduler_that_the_program_fills_in() -> None:
+    warm_up = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    told = read_deepspeed({"train_batch_size": 8, "scheduler": warm_up}).to_do
+    assert any("in the program (WarmupLR) and" in words for words in told)
+
+
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
