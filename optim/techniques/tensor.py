@@ -42,7 +42,7 @@ def refusal(config: Config) -> str | None:
 
 def tolerance(config: Config) -> Tolerance | None:
     """Row-wise layers sum over ranks what one matrix product sums at once."""
-    return Tolerance(1e-6, 1e-4) if config.parallel.tensor > 1 else None
+    return Tolerance(1e-5, 1e-4) if config.parallel.tensor > 1 else None
 
 
 def check(config: Config, facts: Facts) -> None:
@@ -275,8 +275,8 @@ def _tell(assembly: Assembly, plans: list[Plan], sizes: Any, drops: bool) -> Non
         parts.append(f"{vocabulary // config.tensor} of {vocabulary} rows of the vocabulary")
     exchanges = "all-gather and reduce-scatter" if config.sequence else "all-reduce"
     regions = sum(len(block.attentions) + len(block.feed_forwards) + len(block.mixtures) for block in blocks)
-    note = f"{exchanges} at each of {regions} regions; {sizes['cut'] / config.tensor / 2**20:.1f} of "
-    note += f"{sizes['cut'] / 2**20:.1f} MiB of parameters a rank"
+    note = f"{exchanges} at each of {regions} regions; {sizes['cut'] / config.tensor / 2**20:.3g} of "
+    note += f"{sizes['cut'] / 2**20:.3g} MiB of parameters a rank"
     assembly.effects.append(
         Effect(
             _TENSOR,
