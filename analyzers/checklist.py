@@ -9,6 +9,7 @@ the owners of memory for the balance.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from trine.analyzers.findings import Facts
@@ -121,6 +122,12 @@ def _zero(facts: Facts) -> CheckItem:
     state: State
     if sharded is None:
         state = "unknown" if kind == "ddp" and not facts.configuration.get("zero") else "pass"
+        if kind == "fsdp2" and _replicates(facts):
+            state, evidence = (
+                "unknown",
+                "replicas by PyTorch's replicate; what sharding them frees is not known",
+            )
+            return CheckItem(id, title, state, evidence, "Where memory is short, set zero.stage = 2.")
         evidence = (
             f"data parallel by {kind}" if state == "pass" else "DDP; the optimizer's bytes were not recorded"
         )
@@ -144,6 +151,12 @@ def _zero(facts: Facts) -> CheckItem:
     return CheckItem(id, title, state, evidence, f"Where memory is short, set zero.stage = {stage}.")
 
 
+def _replicates(facts: Facts) -> bool:
+    """Whether a layout of several kinds has whole replicas: FSDP2's collectives, and nothing sharded."""
+    zero = facts.configuration.get("zero")
+    return bool(facts.beyond_data) and not (isinstance(zero, Mapping) and zero.get("stage"))
+
+
 def _layout(facts: Facts) -> CheckItem:
     id, title = "layout-fits-model", "The parallel layout fits the model's size"
     fill = fullest(facts)
@@ -161,7 +174,7 @@ def _layout(facts: Facts) -> CheckItem:
         return CheckItem(
             id, title, "fail", f"{words}: it barely fits", "Shard more (zero.stage), then parallel.tensor."
         )
-    if facts.world == 1 or kind in ("ddp", "fsdp2", "zero"):
+    if facts.world == 1 or (kind in ("ddp", "fsdp2", "zero") and not facts.beyond_data):
         return CheckItem(
             id,
             title,
@@ -182,6 +195,9 @@ def _by_groups(facts: Facts, words: str, filled: float) -> CheckItem:
         if groups is None
         else [one for one in groups.kinds if one.kind not in ("unknown", "world") and one.sizes]
     )
+    if not kinds and facts.beyond_data:
+        named = ", ".join(f"{name} {degree}" for name, degree in facts.beyond_data.items())
+        return CheckItem(id, title, "unknown", f"{words}, parallel by {named}", compare)
     if not kinds:
         evidence = f"{words}; which dimensions are parallel was not recorded"
         return CheckItem(id, title, "unknown", evidence, compare)

@@ -214,6 +214,17 @@ class Facts:
         configuration = self.metadata.get("configuration")
         return configuration if isinstance(configuration, Mapping) else {}
 
+    @cached_property
+    def beyond_data(self) -> dict[str, int]:
+        """Degrees of the configuration's parallelism that is not data parallel, by name, where there is any."""
+        degrees = self.configuration.get("parallel")
+        if not isinstance(degrees, Mapping):
+            return {}
+        names = ("pipeline", "expert", "context", "tensor")
+        return {
+            name: degrees[name] for name in names if isinstance(degrees.get(name), int) and degrees[name] > 1
+        }
+
 
 def typical(items: Sequence[T], key: Callable[[T], float]) -> T | None:
     """The lower median by ``key``; None of nothing."""

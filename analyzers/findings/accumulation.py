@@ -52,6 +52,8 @@ def find(facts: Facts) -> Finding | None:
     split = split_exposed(facts)
     if split is None or not split.transfer or facts.world < 2 or facts.trains is False:
         return None
+    if facts.beyond_data:  # activations travel too, and are no gradients that could be sent less often
+        return None
     exposed_ns = facts.step_part_ns(split.transfer)
     micro_batches, sent = micro_batches_of(facts), times_sent(facts)
     if micro_batches is not None and micro_batches > 1:

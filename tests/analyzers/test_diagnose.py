@@ -166,6 +166,27 @@ def test_a_layout_that_barely_fits_fails() -> None:
     assert checklist(with_memory(78, GIB))["layout-fits-model"].state == "fail"
 
 
+def test_a_layout_of_several_kinds_is_not_called_data_parallelism_alone() -> None:
+    engine = {"data_parallel": {"kind": "fsdp2", "ranks": 2}}
+
+    def of(parallel: dict[str, int], **more: object) -> dict[str, CheckItem]:
+        metadata = {**METADATA, **engine, "configuration": {"parallel": parallel, **more}}
+        memory = MemorySummary(60 * GIB, None, 80 * GIB, {}, False, 0, "device")
+        return checklist(
+            build(
+                [rank_result(r, part=communication(), memory=memory, metadata=metadata) for r in (0, 1)],
+                hardware=Hardware("GPU", 1),
+            )
+        )
+
+    cut = of({"pipeline": 2, "data": 2, "tensor": 2})
+    assert "pipeline 2, tensor 2" in cut["layout-fits-model"].evidence
+    assert "alone" not in cut["layout-fits-model"].evidence
+    assert cut["zero-where-replicated"].state == "unknown"
+    assert of({"tensor": 2}, zero={"stage": 3})["zero-where-replicated"].state == "pass"
+    assert "alone" in of({"data": 2})["layout-fits-model"].evidence
+
+
 def test_balance_and_scaling_read_exposed_communication() -> None:
     assert checklist(build())["balance"].state == "pass"
     assert checklist(build())["linear-scaling"].state == "unknown"

@@ -589,6 +589,17 @@ def test_gradients_sent_with_every_micro_batch() -> None:
     assert "accumulation" not in found(once)
 
 
+def test_what_tensor_ranks_exchange_is_not_counted_as_gradients() -> None:
+    rows = (all_reduce(bytes=4 * 20 * 50_400_000),)
+    layout = {"parallel": {"data": 2, "tensor": 2}}
+    for several in (1, 4):
+        run = replace(exposed(0.4, wait=0.1, accumulation=several, configuration=layout), collectives=rows)
+        assert "accumulation" not in found(run)
+        alone = {"parallel": {"data": 2, "tensor": 1}}
+        run = replace(exposed(0.4, wait=0.1, accumulation=several, configuration=alone), collectives=rows)
+        assert "accumulation" in found(run)
+
+
 def test_the_runtimes_accumulation_alone_is_not_said_to_save_communication() -> None:
     """It cuts one batch; a batch sends its gradients once, cut or not."""
     finding = found(exposed(0.4, wait=0.1, accumulation=1, data_parallel=None))["accumulation"]
