@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import random
+import re
 import threading
 import time
 import traceback
@@ -13,7 +14,7 @@ from typing import Any
 
 from parity_ranks import parity
 
-__all__ = ["Drawn", "attempt", "draw", "faults_of"]
+__all__ = ["Drawn", "apart", "attempt", "draw", "faults_of", "faults_of_answers"]
 
 STEPS = 6
 #: Stated tolerances from here on are of techniques that change the training itself: late updates, coarse compression.
@@ -94,7 +95,7 @@ SELDOM = frozenset(
 
 
 class Drawn(dict[str, Any]):
-    """A case's parts, picklable: ``changes``, ``data``, ``optimizer``, ``dropout``."""
+    """A case's parts, picklable: ``changes``, ``data``, ``optimizer``, ``dropout``; of a layout ``dtype``, ``model``, ``example`` too."""
 
 
 def draw(generator: random.Random) -> Drawn:
@@ -124,9 +125,9 @@ def _case(drawn: Mapping[str, Any], ranks: int) -> Any:
         "drawn",
         drawn["changes"],
         ranks=ranks,
-        dtype="float32",
+        dtype=drawn.get("dtype", "float32"),
         optimizer=drawn["optimizer"],
-        model={"dropout": drawn["dropout"]},
+        model={**drawn.get("model", {}), "dropout": drawn["dropout"]},
         data=drawn["data"],
     )
 
@@ -143,7 +144,9 @@ def attempt(rank: int, drawn: Mapping[str, Any], ranks: int, folder: str) -> dic
     case = _case(drawn, ranks)
     torch.manual_seed(0)
     changes = dict(drawn["changes"])
-    if "nvme" in changes.values():
+    if {"nvme", "auto"} & {
+        changes.get(f"offload.{kind}") for kind in ("optimizer", "parameters", "activations")
+    }:
         changes["offload.path"] = folder
     model = parity.model_of(case)
     optimizer = parity.optimizer_of(case, model)
@@ -152,7 +155,10 @@ def attempt(rank: int, drawn: Mapping[str, Any], ranks: int, folder: str) -> dic
         config = trine.Config().with_changes(changes)
         from trine.samples.gpt import loss_of
 
-        engine = trine.optimize(model, optimizer, config, loss_fn=loss_of, clip_norm=drawn.get("clip_norm"))
+        example = parity.batch_of(case, 0, 0, ranks) if drawn.get("example") else None
+        engine = trine.optimize(
+            model, optimizer, config, loss_fn=loss_of, clip_norm=drawn.get("clip_norm"), example=example
+        )
     except trine.TrineError as error:
         return {"refused": str(error), "kind": type(error).__name__} | _aftermath(
             case, model, optimizer, before
@@ -179,7 +185,11 @@ def _trained(case: Any, engine: Any, model: Any, config: Any, rank: int, before:
     from trine.optim.techniques import tolerance_of
     from trine.record.errors import UsageError
 
-    losses = [float(engine.train_step(batch)) for batch in engine.steps(_loader(case, rank))]
+    losses = [
+        float(engine.train_step(batch))
+        for batch in engine.steps(_loader(case, engine.data_rank, engine.data_ranks))
+    ]
+    sums = _sums(engine.model)
     engine.close()
     try:
         tolerance = tolerance_of(config).loss
@@ -189,8 +199,13 @@ def _trained(case: Any, engine: Any, model: Any, config: Any, rank: int, before:
             tolerance = None  # a rate at the edge: what trains otherwise by design leaves it to either side
     except UsageError:
         tolerance = None  # steps of other samples
-    sums = _sums(model)
-    return {"losses": losses, "sums": sums, "tolerance": tolerance, "threads": _threads_left(before)}
+    return {
+        "losses": losses,
+        "sums": sums,
+        "tolerance": tolerance,
+        "threads": _threads_left(before),
+        "data_ranks": engine.data_ranks,
+    }
 
 
 def _threads_left(before: Mapping[str, Any]) -> list[str]:
@@ -203,23 +218,25 @@ def _threads_left(before: Mapping[str, Any]) -> list[str]:
     return left
 
 
-def _sums(model: Any) -> list[float]:
+def _sums(model: Any) -> dict[str, float]:
+    """By name; of a pipeline's parameters those that this rank has, and of spread experts none, which differ by rank."""
     import torch
 
-    sums = []
-    for parameter in model.parameters():
+    sums = {}
+    for name, parameter in model.named_parameters():
         value = parameter.detach()
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        sums.append(float(value.double().mul(torch.arange(value.numel()).view_as(value) + 1.0).sum()))
+        if ".experts." not in name:
+            sums[name] = float(value.double().mul(torch.arange(value.numel()).view_as(value) + 1.0).sum())
     return sums
 
 
 class _Samples:
     """The rank's samples of every step, one by one, for a loader that can be made anew."""
 
-    def __init__(self, case: Any, rank: int) -> None:
-        self._case, self._rank = case, rank
-        self._share = parity.BATCH // case.ranks
+    def __init__(self, case: Any, rank: int, ranks: int) -> None:
+        self._case, self._rank, self._ranks = case, rank, ranks
+        self._share = parity.BATCH // ranks
 
     def __len__(self) -> int:
         return STEPS * self._share
@@ -228,17 +245,17 @@ class _Samples:
         step, place = divmod(index, self._share)
         if self._case.data == "documents":
             return parity._document(step * parity.BATCH + self._rank * self._share + place)
-        ids, targets = parity.batch_of(self._case, step, self._rank, self._case.ranks)
+        ids, targets = parity.batch_of(self._case, step, self._rank, self._ranks)
         return ids[place], targets[place]
 
 
-def _loader(case: Any, rank: int) -> Any:
+def _loader(case: Any, rank: int, ranks: int) -> Any:
     from torch.utils.data import DataLoader
 
     from trine.samples.text import pad_documents
 
     collate = pad_documents if case.data == "documents" else None
-    return DataLoader(_Samples(case, rank), batch_size=parity.BATCH // case.ranks, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(_Samples(case, rank, ranks), batch_size=parity.BATCH // ranks, collate_fn=collate)  # type: ignore[arg-type]
 
 
 def _surroundings(model: Any) -> dict[str, Any]:
@@ -295,34 +312,45 @@ def _two_steps(case: Any, model: Any, optimizer: Any) -> list[float]:
     return losses
 
 
-def faults_of(
-    drawn: Mapping[str, Any], by_rank: list[dict[str, Any]], plain_by_rank: list[list[float]]
-) -> str:
-    """What is wrong with these ranks' answers; empty where the configuration was refused well or trained the same."""
+def faults_of_answers(drawn: Mapping[str, Any], by_rank: list[dict[str, Any]]) -> str:
+    """What is wrong with these ranks' answers whatever the losses: a failure, a bad refusal, replicas that differ."""
     for rank, answer in enumerate(by_rank):
         if "failure" in answer:
             return f"rank {rank}: {answer['failure']}"
     refused = [answer.get("refused") for answer in by_rank]
     if any(refused):
         return _faults_of_refusal(drawn, by_rank, refused)
-    if any(answer["sums"] != by_rank[0]["sums"] for answer in by_rank):
-        return "replicas differ"
+    first: dict[str, float] = {}
     for answer in by_rank:
+        for name, total in answer["sums"].items():
+            if first.setdefault(name, total) != total:
+                return f"replicas differ: {name} by {abs(first[name] - total):.1e} of {total:.1e}"
         if answer["threads"]:
             return f"threads left: {answer['threads']}"
+    return ""
+
+
+def faults_of(
+    drawn: Mapping[str, Any], by_rank: list[dict[str, Any]], plain_by_rank: list[list[float]]
+) -> str:
+    """What is wrong with these ranks' answers; empty where the configuration was refused well or trained the same."""
+    said = faults_of_answers(drawn, by_rank)
+    if said or any("refused" in answer for answer in by_rank):
+        return said
     tolerance = by_rank[0]["tolerance"]
     if tolerance is None:
         return ""
     steps = [_mean(answer["losses"] for answer in by_rank), _mean(plain_by_rank)]
     if len(steps[0]) != len(steps[1]):
         return f"{len(steps[0])} steps instead of {len(steps[1])}"
-    worst = max(_apart(found, expected) for found, expected in zip(*steps, strict=True))
+    worst = max(apart(found, expected) for found, expected in zip(*steps, strict=True))
     by_rank[0]["worst"] = worst
     return "" if worst <= tolerance else f"{worst:.2e} apart, {tolerance:.0e} stated: {steps[0]} {steps[1]}"
 
 
 def _faults_of_refusal(drawn: Mapping[str, Any], by_rank: list[dict[str, Any]], refused: list[Any]) -> str:
-    if len(set(refused)) > 1:
+    # Of ranks' own batches each says its own numbers.
+    if None in refused or len({re.sub(r"\d+", "", said) for said in refused}) > 1:
         return f"ranks disagree: {refused}"
     if "\n" in refused[0]:
         return f"more than one line: {refused[0]}"
@@ -339,5 +367,6 @@ def _mean(lists: Any) -> list[float]:
     return [sum(values) / len(lists) for values in zip(*lists, strict=True)]
 
 
-def _apart(found: float, expected: float) -> float:
+def apart(found: float, expected: float) -> float:
+    """Relative to what is expected; infinite where it is no number."""
     return abs(found - expected) / abs(expected) if math.isfinite(found) else float("inf")

@@ -7,21 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import random_combinations
 from random_combinations import Drawn, draw, faults_of
 from rank_pool import RankPool
-
-from trine.optim.config import APPLIED
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 DRAWN = 25
-
-
-def test_every_key_can_be_drawn() -> None:
-    # Compiling takes too long; a path comes with its disk; the other engine is drawn in tests of its own.
-    elsewhere = {"compute.compile", "offload.path", "engine"}
-    assert set(random_combinations.VALUES) | elsewhere == APPLIED
 
 
 @pytest.mark.parametrize("seed", range(DRAWN))
