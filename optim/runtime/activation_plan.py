@@ -97,7 +97,7 @@ class ScheduledPlan(Plan):
             return self._clock.timing(region.name)
         return super().watching(region, arguments, named)
 
-    def _measuring(
+    def _measured_within(
         self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> AbstractContextManager[None]:
         costs = self._costs.setdefault(region.name, _Costs())
@@ -110,7 +110,7 @@ class ScheduledPlan(Plan):
             elif first not in (region.name, ""):
                 self._addresses[weak.address] = ("", weak)
                 self._shared_bytes += tensor.untyped_storage().nbytes()
-        return super()._measuring(region, arguments, named)
+        return super()._measured_within(region, arguments, named)
 
     def _count(self, measured: Measured, tensor: torch.Tensor, is_argument: bool) -> bool:
         is_new = super()._count(measured, tensor, is_argument)
@@ -368,7 +368,7 @@ class _Clock:
         if not self._is_cuda:
             return int(end - start)
         end.synchronize()
-        return round(start.elapsed_time(end) * 1e6)
+        return round(float(start.elapsed_time(end)) * 1e6)
 
 
 _TAIL = "what follows the last block"

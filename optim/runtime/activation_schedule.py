@@ -25,7 +25,7 @@ hold about the same bytes with about the same backlog go on, and the result says
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -300,7 +300,7 @@ def _thinned(partials: list[_Partial]) -> list[_Partial]:
     return list({id(each): each for each in (*cells.values(), smallest)}.values())
 
 
-_MEASURES = (
+_MEASURES: tuple[Callable[[_Partial], float], ...] = (
     lambda each: float(each.held),
     lambda each: float(each.out),
     lambda each: float(each.back),

@@ -157,7 +157,12 @@ class Plan:
         """The context of a checkpointed region's forward, or of its recomputation."""
         if torch._C._current_graph_task_id() != -1:
             return self._recomputing(region)
-        return self._measuring(region, arguments, named) if self._is_measuring else nullcontext()
+        return self._measured_within(region, arguments, named) if self._is_measuring else nullcontext()
+
+    def _measured_within(
+        self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        return self._measuring(region, arguments, named)
 
     @contextmanager
     def _recomputing(self, region: Region) -> Iterator[None]:

@@ -273,8 +273,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
     What is saved is used by its operator at that moment, which waits for the collective as well.
     """
-    part: torch.Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
-    return part.wait() if type(part).__name__ == "AsyncCollectiveTensor" else part
+    part: Any = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    found: torch.Tensor = part.wait() if type(part).__name__ == "AsyncCollectiveTensor" else part
+    return found
 
 
 def saved_tensors_of(assembly: Assembly) -> SavedTensors:

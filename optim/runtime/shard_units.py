@@ -1,4 +1,4 @@
-"""Which modules FSDP2 gathers and frees on their own, and which it must since dtypes differ."""
+"""Which modules are a model's repeated blocks, which FSDP2 gathers and frees on their own, and which it must by dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trine.optim.runtime.pipelining.chain import LISTS
 from trine.optim.runtime.pipelining.placeholders import members_of
 from trine.record.errors import UsageError
 
-__all__ = ["odd_dtypes", "sharded_units"]
+__all__ = ["like_members", "odd_dtypes", "sharded_units"]
 
 #: Lists of like modules that hold less of the model than this stay with the root: a gather of its own would not pay.
 _LEAST_SHARE = 0.05
@@ -41,13 +41,22 @@ def sharded_units(model: nn.Module) -> list[nn.Module]:
     return units
 
 
+def like_members(module: nn.Module) -> list[nn.Module]:
+    """Members of a list of two or more modules of one type; empty for any other module.
+
+    What stands in a pipeline's stage for blocks of other stages is no member.
+    """
+    if not isinstance(module, LISTS) or len(module) < 2:
+        return []
+    members = members_of(module)
+    return members if len({type(member) for member in members}) == 1 else []
+
+
 def _lists(module: nn.Module, whole: int) -> Iterable[list[nn.Module]]:
-    if isinstance(module, LISTS) and len(module) >= 2:
-        members = members_of(module)  # of a pipeline's stage, those that are there
-        held = sum(p.numel() for p in module.parameters())
-        if len({type(member) for member in members}) == 1 and held >= _LEAST_SHARE * whole:
-            yield members
-            return
+    members = like_members(module)
+    if members and sum(p.numel() for p in module.parameters()) >= _LEAST_SHARE * whole:
+        yield members
+        return
     for child in module.children():
         yield from _lists(child, whole)
 

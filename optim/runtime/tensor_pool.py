@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils import dlpack
 
 __all__ = ["TensorPool", "empty_flat"]
 
@@ -90,8 +90,8 @@ class _Buffer:
 
     def lent(self, size: int) -> torch.Tensor:
         """A tensor with a storage of its own over the first ``size`` bytes."""
-        lent: torch.Tensor = from_dlpack(to_dlpack(self._bytes[:size]))  # type: ignore[no-untyped-call, attr-defined]
-        return lent
+        capsule = dlpack.to_dlpack(self._bytes[:size])  # type: ignore[attr-defined]
+        return dlpack.from_dlpack(capsule)
 
 
 def empty_flat(

@@ -144,6 +144,9 @@ class Pipelined(Protocol):
     def evaluate(self, pieces: list[Any], losses: Callable[[Any, Any, int], torch.Tensor]) -> None:
         """Forward alone, without gradients."""
 
+    def backward_after(self, work: tuple[int, int]) -> tuple[int, int] | None:
+        """(stage, micro-batch) whose backward comes after that of ``work`` on this rank."""
+
 
 class Deferred(Protocol):
     """Averages gradients in the background and gives them back one step later."""

@@ -290,7 +290,7 @@ def _decide_with_offload(assembly: Assembly, regions: list[Region], told: Callab
 
     wanted, facts = assembly.config.checkpointing, assembly.facts
     stated = wanted.budget_bytes
-    room = (lambda: 0) if stated is not None else _free_bytes(assembly)
+    room = _free_bytes(assembly)
     plan = ScheduledPlan(
         regions,
         saved_tensors_of(assembly),

@@ -123,10 +123,8 @@ def _has_dropout(model: torch.nn.Module) -> bool:
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Members of the list of like modules that holds the most parameters; empty when there is none."""
-    import torch
-
-    from trine.optim.runtime.pipelining.placeholders import members_of
     from trine.optim.runtime.pipelining.stage_module import stages_of
+    from trine.optim.runtime.shard_units import like_members
 
     stages = stages_of(model)
     if stages != [model]:  # a rank with several stages of a pipeline
@@ -134,12 +132,8 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     best: list[torch.nn.Module] = []
     weight = 0
     for module in model.modules():
-        if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) or len(module) < 2:
-            continue
-        members = members_of(module)
-        if len({type(member) for member in members}) != 1:
-            continue
-        size = sum(parameter.numel() for parameter in module.parameters())
+        members = like_members(module)
+        size = sum(parameter.numel() for parameter in module.parameters()) if members else 0
         if size > weight:
             best, weight = members, size
     return best
