@@ -222,5 +222,18 @@ def test_micro_batches_are_as_few_as_fill_the_pipeline() -> None:
     assert chosen_microbatches(several, 8) == 4
     with pytest.raises(UsageError, match="a batch of 2 cannot be cut for its schedule"):
         chosen_microbatches(several, 2)
-    with pytest.raises(UsageError, match='use larger batches, or parallel.schedule = "gpipe"'):
+    with pytest.raises(UsageError, match=r'use larger batches, or parallel\.schedule = "gpipe"'):
         chosen_microbatches(plan, 1)
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallel.microbatches": 4}, {"parallel.schedule": "dualpipev"}])
+def test_a_small_batch_is_evaluated_in_one_piece(changes: dict[str, Any]) -> None:
+    import torch
+
+    from trine.optim.runtime.pipelining.plan import Cutter
+
+    cutter, batch = Cutter(_plan(changes, _gpt(4))), torch.zeros(1, 32)
+    with torch.no_grad():
+        assert [piece.shape for piece in cutter(batch)] == [(1, 32)]
+    with pytest.raises(UsageError, match="a batch of 1 cannot be cut"):
+        cutter(batch)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trine.optim.batches import Gathered, joined, pieces_of, size_of
 from trine.optim.runtime.pipelining.chain import Chain, chain_of
 from trine.optim.runtime.pipelining.costs import Costs, estimated
@@ -219,9 +221,16 @@ class Cutter:
         """A batch's micro-batches, along its first dimension."""
         if isinstance(batch, Gathered):
             batch = joined(batch.parts, "parallel.microbatches")
-        if self._plan.microbatches is not None:
-            return pieces_of(batch, self._plan.microbatches, "parallel.microbatches")
-        size = size_of(batch) or 0
+        return pieces_of(batch, self._number(size_of(batch) or 0), "parallel.microbatches")
+
+    def _number(self, size: int) -> int:
+        """An evaluation runs stage after stage: what is too small for the schedule goes in one piece there."""
+        evaluates = not torch.is_grad_enabled()
+        stated = self._plan.microbatches
+        if stated is not None:
+            return 1 if evaluates and size < stated else stated
         if size not in self._chosen:
+            if evaluates and self._plan.schedule.problem(self._plan.ranks, self._plan.chunks, size):
+                return 1
             self._chosen[size] = chosen_microbatches(self._plan, size)
-        return pieces_of(batch, self._chosen[size], "parallel.microbatches")
+        return self._chosen[size]
