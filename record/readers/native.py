@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import UnreadableInput
 from ..frames import SCHEMA, SCHEMA_VERSION, read_frames
-from ..model import MISSING, PHASES, DeviceInfo, Group, Job, Quality, Rank, RankSource, Strings, Table
+from ..model import MISSING, PHASES, Array, DeviceInfo, Group, Job, Quality, Rank, RankSource, Strings, Table
 from ..rollup import Content, live_files, merge_parts
 from ._native_description import why_damaged
 
@@ -173,6 +173,16 @@ def _content(folder: Path) -> tuple[Content, list[tuple[Path, OSError]]]:
     raise UnreadableInput(f"{folder} changes faster than it can be read; try again")
 
 
+def _batches(parts: Table) -> Array:
+    """Batches of each step: one that takes several before its update lies in as many parts.
+
+    Where an engine's loader is inside the profiler's, a step ends as the next batch is asked for, and leaves an empty part.
+    """
+    first = np.flatnonzero(np.r_[True, np.diff(parts["index"]) != 0])
+    full = parts["end_ns"] > parts["start_ns"]
+    return np.maximum(np.add.reduceat(full.astype(np.int64), first), 1)
+
+
 def _steps(content: Content, rank: Rank) -> Table | None:
     parts = content.table("parts")
     if parts is None:
@@ -182,10 +192,7 @@ def _steps(content: Content, rank: Rank) -> Table | None:
     parts = {name: column[order] for name, column in parts.items()}
     steps, whole = merge_parts(parts)
     if whole.any():
-        # A step that takes several batches before its update lies in as many parts.
-        first = np.flatnonzero(np.r_[True, np.diff(parts["index"]) != 0])
-        batches = np.diff(np.r_[first, len(parts["index"])])[whole]
-        rank.metadata.setdefault("accumulation", int(np.median(batches)))
+        rank.metadata.setdefault("accumulation", int(np.median(_batches(parts)[whole])))
     # While training runs, the last one is no news.
     known = whole[:-1] if rank.metadata.get("state") == "running" else whole
     left = int((~known).sum())

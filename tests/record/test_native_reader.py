@@ -66,6 +66,17 @@ def test_batches_that_a_step_gathers_are_counted(tmp_path: Path) -> None:
     assert native.open_job(tmp_path / "plain").rank(0).metadata["accumulation"] == 1
 
 
+def test_what_is_left_of_a_step_when_the_next_batch_is_asked_for_is_no_batch(tmp_path: Path) -> None:
+    writer = RankWriter(tmp_path / "run", 0, 1)
+    rows = step_rows(0, 12)
+    rows["index"] = rows["index"] // 2
+    rows["complete"] = [0, 1] * 6
+    rows["start_ns"][1::2] = rows["end_ns"][1::2] = rows["end_ns"][::2]
+    writer.append({"parts": rows})
+    writer.close({"state": "finished"})
+    assert native.open_job(tmp_path / "run").rank(0).metadata["accumulation"] == 1
+
+
 def test_rank_folders_of_several_hosts_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "joined")
     for host in (0, 1):
