@@ -40,9 +40,9 @@ SCHEDULES = (
 )
 #: How far the record's bubble may be from the ideal: one point.
 POINT = 0.01
-#: Of a stage's forward, of its backward by input, and of that by weights.
-SLEEP_S = 0.03
-STEPS = 4
+#: Of a rank's forward, of its backward by input, and of that by weights: long beside what a message costs.
+SLEEP_S = 0.16
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def sleep_rows(
                     },
                 }
             )
-        _run(ranks, jobs, 60.0 + len(jobs) * 30.0)
+        _run(ranks, jobs, 120.0 + len(jobs) * (30.0 + 10.0 * STEPS * microbatches * seconds))
         found = []
         for name, job in zip(schedules, jobs, strict=True):
             schedule = schedule_of(name, None)
