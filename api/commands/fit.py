@@ -116,14 +116,9 @@ class _Maker:
         return self._made[0]
 
     def optimizer(self, parameters: Any) -> Any:
-        """The fourth of what it returned, or AdamW."""
-        import torch
-
-        given = self._made[3] if len(self._made) == 4 else torch.optim.AdamW
-        if isinstance(given, torch.optim.Optimizer):
-            kinds = {key: value for key, value in given.defaults.items() if value is not None}
-            return type(given)(parameters, **kinds)
-        return given(parameters)
+        """The fourth of what it returned: an optimizer, a function that makes one, or none."""
+        given = self._made[3] if len(self._made) == 4 else None
+        return given(parameters) if callable(given) else given
 
     def loss(self, model: Any, batch: Any) -> Any:
         """The second."""

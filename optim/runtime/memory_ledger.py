@@ -41,7 +41,7 @@ KINDS = (
 _RANK = {kind: place for place, kind in enumerate(KINDS)}
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Entered around training steps; afterwards ``peak()`` and ``at_end()``.
 
     ``rounding`` is the least block of the device's allocator in bytes: sizes are rounded up to its multiples (512 in
@@ -49,7 +49,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, rounding: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._rounding = rounding
         self._numbers: dict[int, int] = {}  # id of a living storage → its number in the log
         self._alive: dict[int, tuple[Any, int]] = {}  # number → weak reference, bytes
@@ -142,11 +142,11 @@ class Ledger(TorchDispatchMode):
             register_optimizer_step_post_hook(self._after_optimizer).remove,
             self._watch_resizing(),
         ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *arguments: object) -> None:
-        super().__exit__(*arguments)
+        super().__exit__(*arguments)  # type: ignore[no-untyped-call]
         while self._undo:
             self._undo.pop()()
 
@@ -229,7 +229,7 @@ class Ledger(TorchDispatchMode):
             ledger._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         return lambda: setattr(torch.UntypedStorage, "resize_", original)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:

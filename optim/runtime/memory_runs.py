@@ -86,7 +86,7 @@ def _model(model: Any) -> nn.Module:
             raise UsageError(
                 f"trine.predict_memory takes a torch.nn.Module or a function that makes one, not a {type(model).__name__}"
             )
-        with WithoutMemory():
+        with WithoutMemory():  # type: ignore[no-untyped-call]
             model = model()
         if not isinstance(model, nn.Module):
             raise UsageError(f"the function for the model gave a {type(model).__name__}, no torch.nn.Module")
@@ -105,8 +105,9 @@ def _made(
             )
     parameters = faked_model(model, mode)
     optimizer = request.optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        faked_optimizer(optimizer, parameters, mode)
-    else:
-        optimizer = (optimizer or torch.optim.AdamW)(model.parameters())
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.parameters())
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters())
+    faked_optimizer(optimizer, parameters, mode)  # one that the program made holds what the model had
     return model, optimizer

@@ -301,7 +301,8 @@ def _entering(paths: Paths, place: int, assembly: Assembly) -> Callable[..., Non
 
     if assembly.config.compute.compile is False:
         return entering
-    return torch._disable_dynamo(entering)  # type: ignore[no-any-return]
+    uncompiled: Callable[..., None] = torch._compile._disable_dynamo(entering)
+    return uncompiled
 
 
 def _stop(paths: Paths, handles: list[Any]) -> None:

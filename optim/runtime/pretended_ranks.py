@@ -90,7 +90,7 @@ def in_a_fork(function: Callable[[], _Result], timeout_s: float) -> _Result:
 
 def _read(pipe: int, timeout_s: float) -> bytes | None:
     end = time.monotonic() + timeout_s
-    parts = []
+    parts: list[bytes] = []
     while True:
         left = end - time.monotonic()
         if left <= 0 or not select.select([pipe], [], [], left)[0]:
@@ -162,7 +162,8 @@ def pretend(ranks: int, rank: int, ranks_per_node: int | None = None) -> None:
     if ranks == 1:
         return
     distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    for module in (distributed, distributed_c10d):
+    modules: tuple[Any, ...] = (distributed, distributed_c10d)
+    for module in modules:
         module.all_gather_object = _all_say_the_same
         module.broadcast_object_list = _nothing
     _exchange_at_once()
@@ -209,13 +210,13 @@ def _exchange_at_once() -> None:
         future.set_result(flat)
         return future
 
-    CommunicationThread.submit = submit  # type: ignore[method-assign]
+    CommunicationThread.submit = submit  # type: ignore[method-assign, assignment]
 
 
 # --- the tensors ---------------------------------------------------------------------------------
 
 
-class PretendedLedger(Ledger):
+class PretendedLedger(Ledger):  # type: ignore[no-untyped-call]
     """A ledger of fake tensors. Small things that hang on no fake tensor stay real, so that the engine can decide by them."""
 
     def __init__(self, rounding: int = 1) -> None:
@@ -237,7 +238,7 @@ class PretendedLedger(Ledger):
         return function(*arguments, **named)
 
 
-class WithoutMemory(TorchDispatchMode):
+class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Around a function that makes a model: large tensors are on the meta device, whatever device it asks for."""
 
     def __torch_dispatch__(
@@ -276,7 +277,8 @@ def _reduced(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
     """DDP reads its averaged bucket from the future, and the fake backend's holds nothing."""
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    return tensors, torch._C._distributed_c10d._create_work_from_future(future).boxed()
+    core: Any = torch._C._distributed_c10d
+    return tensors, core._create_work_from_future(future).boxed()
 
 
 def _is_small(function: Any, given: list[torch.Tensor], arguments: Any, named: dict[str, Any]) -> bool:
