@@ -66,7 +66,7 @@ BESIDE: Mapping[str, tuple[Any, ...]] = {
     "checkpointing.budget_bytes": (100_000, 10_000_000),
     "checkpointing.every": (2,),
     "checkpointing.mode": ("full", "selective", "auto"),
-    "checkpointing.modules": (["blocks.0"], ["blocks.*.mlp"]),
+    "checkpointing.modules": (["blocks.0"], ["blocks.*.attention"]),
     "checkpointing.operators": (["matmul"], ["batched_matmul", "activation"]),
     "compute.attention": ("sdpa", "flash", "varlen"),
     "compute.fuse": (["optimizer"],),
@@ -143,7 +143,15 @@ def draw_layout(generator: random.Random, ranks: int) -> Drawn:
         if key in NEEDS and generator.random() < 0.95:
             changes |= {name: needed for name, needed in NEEDS[key].items() if name not in changes}
     _complete(generator, changes, model)
-    documents = generator.random() < (0.9 if changes.keys() & {"data.packing", "data.shape_buckets"} else 0.2)
+    if "parallel.context" in changes:  # rows as wide as its parts need
+        changes |= {"data.shape_buckets": [16, 32]} if generator.random() < 0.2 else {}
+    documents = generator.random() < (
+        0.9
+        if changes.keys() & {"data.packing", "data.shape_buckets"}
+        else 0.0
+        if "parallel.context" in changes
+        else 0.2
+    )
     rounded = any(key in changes for key in ("precision.dtype", "activations.dtype"))
     return Drawn(
         changes=changes,
@@ -185,6 +193,14 @@ def _complete(generator: random.Random, changes: dict[str, Any], model: dict[str
     """Most of the time what a schedule cannot do without; the model has as many layers as there are stages."""
     if changes.get("parallel.schedule") in _SEVERAL_CHUNKS and generator.random() < 0.9:
         changes.setdefault("parallel.chunks", 2)
+    if changes.keys() & {"offload.device_bytes", "offload.cpu_bytes"} and generator.random() < 0.9:
+        changes["offload.optimizer"] = "auto"
+    if (
+        "zero.stage" in changes
+        and changes.get("offload.parameters", "cpu") != "cpu"
+        and generator.random() < 0.9
+    ):
+        changes["offload.parameters"] = "cpu"
     stages = changes.get("parallel.pipeline", 1) * changes.get("parallel.chunks", 1)
     if stages > 1:
         model["layers"] = max(4, stages)

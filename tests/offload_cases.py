@@ -178,3 +178,21 @@ def flip(engine: Any, what: str) -> None:
 def refused(rank: int, changes: dict[str, Any]) -> str:
     """Our refusal of these changes on two ranks."""
     return optim_cases.refused(rank, 2, changes)
+
+
+def refused_where_stages_are_unequal(rank: int, device_bytes: int, folder: str) -> str:
+    """Our refusal, if any, where three of four blocks lie on the first of two stages."""
+    changes: dict[str, Any] = {
+        "parallel.pipeline": 2,
+        "parallel.split": ["blocks.3"],
+        "offload.optimizer": "auto",
+        "offload.path": folder,
+        "offload.device_bytes": device_bytes,
+    }
+    model = optim_cases.small_gpt(layers=4)
+    config = trine.Config().with_changes(changes)
+    try:
+        trine.optimize(model, torch.optim.AdamW(model.parameters()), config, loss_fn=loss_of).close()
+    except trine.TrineError as error:
+        return str(error)
+    return ""

@@ -160,9 +160,9 @@ def attempt(rank: int, drawn: Mapping[str, Any], ranks: int, folder: str) -> dic
             model, optimizer, config, loss_fn=loss_of, clip_norm=drawn.get("clip_norm"), example=example
         )
     except trine.TrineError as error:
-        return {"refused": str(error), "kind": type(error).__name__} | _aftermath(
-            case, model, optimizer, before
-        )
+        said = {"refused": str(error), "kind": type(error).__name__}
+        is_cut = "which has been cut" in str(error)  # then it says so, and there is nothing to go on with
+        return said if is_cut else said | _aftermath(case, model, optimizer, before)
     except BaseException:  # noqa: BLE001 - told to the test
         return {"failure": traceback.format_exc()}
     try:
@@ -349,8 +349,8 @@ def faults_of(
 
 
 def _faults_of_refusal(drawn: Mapping[str, Any], by_rank: list[dict[str, Any]], refused: list[Any]) -> str:
-    # Of ranks' own batches each says its own numbers.
-    if None in refused or len({re.sub(r"\d+", "", said) for said in refused}) > 1:
+    # Of ranks' own batches each says its own numbers; of one rank's trouble the others say whose it is.
+    if None in refused or len({re.sub(r"^on rank \d+: |\d+", "", said) for said in refused}) > 1:
         return f"ranks disagree: {refused}"
     if "\n" in refused[0]:
         return f"more than one line: {refused[0]}"

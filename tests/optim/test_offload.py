@@ -534,6 +534,10 @@ def test_a_checkpoint_of_any_tier_resumes_bitwise_on_any_other(
             ["offload.device_bytes", "less than what stays"],
         ),
         (
+            {"offload.optimizer": "auto", "offload.cpu_bytes": 20_000},
+            ["offload.cpu_bytes = 20000", "less than what stays"],
+        ),
+        (
             {"offload.optimizer": "auto", "offload.device_bytes": 300_000, "offload.cpu_bytes": 50_000},
             ["offload.cpu_bytes", "offload.path"],
         ),
@@ -583,6 +587,14 @@ def test_refused_on_ranks(changes: dict[str, Any], words: list[str], two_ranks: 
     for said in two_ranks.run("offload_cases:refused", changes):
         assert all(word in said for word in ["offload.parameters", *words]), said
         assert "\n" not in said
+
+
+def test_what_does_not_fit_on_one_rank_is_refused_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    case = "offload_cases:refused_where_stages_are_unequal"
+    own, other = two_ranks.run(case, 250_000, str(tmp_path))
+    assert own.startswith("offload.device_bytes = 250000 is") and other == f"on rank 0: {own}"
+    assert own.endswith("make the model anew, which has been cut")
+    assert two_ranks.run(case, 600_000, str(tmp_path)) == ["", ""]
 
 
 # --- beside a device ---------------------------------------------------------------------------

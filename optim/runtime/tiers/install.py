@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from trine.optim.runtime.adoption import plain_name
 from trine.optim.runtime.local_steps import placed, step_on_shards
@@ -17,12 +17,11 @@ from trine.optim.runtime.tiers.block_parameters import BlockParameters
 from trine.optim.runtime.tiers.faults import Faults
 from trine.optim.runtime.tiers.files import TierFile, page_rounded
 from trine.optim.runtime.tiers.plan import Rates
-from trine.optim.runtime.tiers.planning import Planning, slot_name
+from trine.optim.runtime.tiers.planning import Planning, slot_name, together
 from trine.optim.runtime.tiers.rates import copy_bytes_per_s, disk_bytes_per_s
 from trine.optim.runtime.tiers.slots import Slot, is_moment
 from trine.optim.runtime.tiers.tiled_step import TiledStep
 from trine.optim.techniques._assembly import Effect
-from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
@@ -41,7 +40,7 @@ class Tiers(Planning):
         self._closed = False
         uses_disk = self._uses_disk()
         self._faults = Faults(assembly.facts, uses_disk)
-        self._file = _together(assembly, self._make_file)
+        self._file = together(assembly, self._make_file)
         overlap = self._config.overlap is not False
         self._parameters: BlockParameters | None = None
         homes = {
@@ -307,24 +306,3 @@ def _since_last(read: Callable[[], int]) -> Callable[[], float]:
         return float(found)
 
     return value
-
-
-def _together(assembly: Assembly, act: Callable[[], TierFile | None]) -> TierFile | None:
-    """What fails on one rank, as a full disk, is raised on all: the others would wait for it in the first step."""
-    failed: Exception | None = None
-    found = None
-    try:
-        found = act()
-    except (UsageError, OSError) as error:
-        failed = error
-    ranks = assembly.facts.ranks
-    said: list[Any] = [None if failed is None else str(failed)]
-    if ranks > 1:
-        mine, said = said[0], [None] * ranks
-        distributed.all_gather_object(said, mine)
-    if failed is not None:
-        raise failed if isinstance(failed, UsageError) else UsageError(f"offload.path: {failed}") from failed
-    first = next((rank for rank, words in enumerate(said) if words is not None), None)
-    if first is not None:
-        raise UsageError(f"on rank {first}: {said[first]}")
-    return found

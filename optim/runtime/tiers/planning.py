@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from trine.optim.runtime.adoption import plain_name
 from trine.optim.runtime.memory_fit import MARGIN, available_host_bytes, bytes_of
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from trine.optim.runtime.masters import Masters
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["DEFAULT_TILE_BYTES", "Planning", "slot_name"]
+__all__ = ["DEFAULT_TILE_BYTES", "Planning", "slot_name", "together"]
+
+_Found = TypeVar("_Found")
 
 _MIB = 2**20
 #: Of parameters: long enough for a disk and a link to be busy, short beside what is saved.
@@ -38,7 +41,7 @@ class Planning:
         self._slots = slots_of(assembly)
         self._blocks = self._candidates()
         self._tile_bytes = self._tile()
-        self.plan = self._planned()
+        self.plan = together(assembly, self._planned)
 
     # --- what there is -------------------------------------------------------------------------
 
@@ -184,19 +187,34 @@ class Planning:
         kinds = 2 + max((len(slot.moments) for slot in self._slots), default=0)
         return int(IN_FLIGHT * kinds * min(self._tile_bytes, whole))
 
+    def _device_limit(self) -> str:
+        """What bounds the device, as the configuration has it: on a CPU the host's memory is the device's."""
+        if self._config.device_bytes is None and self._assembly.facts.device_type == "cpu":
+            stated = self._config.cpu_bytes
+            return f"offload.cpu_bytes = {'what is available' if stated is None else stated}"
+        stated = self._config.device_bytes
+        return f"offload.device_bytes = {'what the device has' if stated is None else stated}"
+
     def _require_homes(self, found: Plan, room: dict[str, float]) -> None:
         if not found.homeless and room["device"] >= 0:
             return
         lacking = sum(item.bytes for item in found.homeless)
         if room["device"] < 0 or self._config.path is not None:
             raise UsageError(
-                f"offload.device_bytes = {self._config.device_bytes} is {-int(room['device'])} bytes less than what stays on "
+                f"{self._device_limit()} is {max(-int(room['device']), 0) or lacking} bytes less than what stays on "
                 "the device: gradients, and parameters that are in no repeated block: raise it, or have fewer of them a "
-                "rank with zero.stage"
+                f"rank with zero.stage{self._again()}"
             )
         raise UsageError(
             f"offload.cpu_bytes = {self._config.cpu_bytes} and the device leave {lacking} bytes of the run's state without "
-            "a place: name a folder on a disk in offload.path, or raise one of them"
+            f"a place: name a folder on a disk in offload.path, or raise one of them{self._again()}"
+        )
+
+    def _again(self) -> str:
+        """What is left of a model that other techniques have cut or sharded: a plan is of what they made."""
+        config, layout = self._assembly.config, self._assembly.facts.layout
+        return (
+            "; and make the model anew, which has been cut" if layout.is_hybrid or config.zero.stage else ""
         )
 
 
@@ -211,3 +229,24 @@ def _item(
 def slot_name(slot: Slot) -> str:
     """Of its item in the plan."""
     return f"{slot.group}.{slot.place}"
+
+
+def together(assembly: Assembly, act: Callable[[], _Found]) -> _Found:
+    """What fails on one rank, as a full disk or a plan that does not fit, is raised on all: the others would wait for it in the first step."""
+    failed: Exception | None = None
+    found: _Found | None = None
+    try:
+        found = act()
+    except (UsageError, OSError) as error:
+        failed = error
+    ranks = assembly.facts.ranks
+    said: list[Any] = [None if failed is None else str(failed)]
+    if ranks > 1:
+        mine, said = said[0], [None] * ranks
+        distributed.all_gather_object(said, mine)
+    if failed is not None:
+        raise failed if isinstance(failed, UsageError) else UsageError(f"offload.path: {failed}") from failed
+    first = next((rank for rank, words in enumerate(said) if words is not None), None)
+    if first is not None:
+        raise UsageError(f"on rank {first}: {said[first]}")
+    return cast(_Found, found)
