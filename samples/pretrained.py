@@ -66,22 +66,21 @@ def model_of(arguments: argparse.Namespace) -> nn.Module:
     import transformers
 
     if arguments.model == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=arguments.vocab,
-                n_embd=arguments.hidden,
-                n_layer=arguments.layers,
-                n_head=arguments.heads,
-                n_positions=arguments.sequence,
-                resid_pdrop=arguments.dropout,
-                embd_pdrop=arguments.dropout,
-                attn_pdrop=arguments.dropout,
-                bos_token_id=0,
-                eos_token_id=0,
-                use_cache=False,
-                loss_type="ForCausalLM",
-            )
-        )
+        small: dict[str, Any] = {
+            "vocab_size": arguments.vocab,
+            "n_embd": arguments.hidden,
+            "n_layer": arguments.layers,
+            "n_head": arguments.heads,
+            "n_positions": arguments.sequence,
+            "resid_pdrop": arguments.dropout,
+            "embd_pdrop": arguments.dropout,
+            "attn_pdrop": arguments.dropout,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "use_cache": False,
+            "loss_type": "ForCausalLM",
+        }
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**small))
     shape: dict[str, Any] = {
         "vocab_size": arguments.vocab,
         "hidden_size": arguments.hidden,

@@ -56,7 +56,7 @@ def flat_mesh(facts: Facts, *dimensions: str) -> DeviceMesh | None:
     name = "_".join(wide)
     key = (id(world), name)
     if key not in _made:
-        _made[key] = (world, cast(DeviceMesh, world[wide]._flatten(name)))
+        _made[key] = (world, world[wide]._flatten(name))
     return _made[key][1]
 
 

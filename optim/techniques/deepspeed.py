@@ -27,7 +27,7 @@ KEYS = ("engine",)
 #: After everything that changes the model: DeepSpeed takes it over as it then is.
 ORDER = 95
 QUANTITY = "step time; bytes per rank"
-NUMERICS = "unchanged but for the order of summation: losses within 1e-5 relative in fp32, more in low precision"
+NUMERICS = "unchanged but for the order of sums: losses within 1e-5 relative in fp32, more in low precision"
 
 #: Releases that the tests have run with.
 _TESTED = "0.19"

@@ -30,7 +30,9 @@ class Interleaved:
 
     def permuted(self, value: torch.Tensor) -> torch.Tensor:
         """From the model's order to that of the ranks: (…, sum of sections, …) to the same."""
-        parts = [part.chunk(self.shards, self.dim) for part in torch.split(value, self.sections, self.dim)]
+        parts = [
+            part.chunk(self.shards, self.dim) for part in torch.split(value, list(self.sections), self.dim)
+        ]
         return torch.cat([part[rank] for rank in range(self.shards) for part in parts], self.dim)
 
     @property
