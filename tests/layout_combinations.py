@@ -143,15 +143,7 @@ def draw_layout(generator: random.Random, ranks: int) -> Drawn:
         if key in NEEDS and generator.random() < 0.95:
             changes |= {name: needed for name, needed in NEEDS[key].items() if name not in changes}
     _complete(generator, changes, model)
-    if "parallel.context" in changes:  # rows as wide as its parts need
-        changes |= {"data.shape_buckets": [16, 32]} if generator.random() < 0.2 else {}
-    documents = generator.random() < (
-        0.9
-        if changes.keys() & {"data.packing", "data.shape_buckets"}
-        else 0.0
-        if "parallel.context" in changes
-        else 0.2
-    )
+    documents = _documents(generator, changes)
     rounded = any(key in changes for key in ("precision.dtype", "activations.dtype"))
     return Drawn(
         changes=changes,
@@ -181,7 +173,7 @@ def _kinds(generator: random.Random, ranks: int) -> list[str]:
 def _key(generator: random.Random, own: Sequence[str]) -> tuple[str, Any]:
     if own and generator.random() < 0.45:
         key = generator.choice(own)
-        return key, generator.choice((VALUES | BESIDE)[key])
+        return key, generator.choice({**VALUES, **BESIDE}[key])
     source = generator.choices((BESIDE, VALUES, SELDOM), (0.7, 0.24, 0.06))[0]
     key = generator.choice(
         [name for name in sorted(source) if not name.startswith("parallel.")] or sorted(source)
@@ -204,6 +196,15 @@ def _complete(generator: random.Random, changes: dict[str, Any], model: dict[str
     stages = changes.get("parallel.pipeline", 1) * changes.get("parallel.chunks", 1)
     if stages > 1:
         model["layers"] = max(4, stages)
+
+
+def _documents(generator: random.Random, changes: dict[str, Any]) -> bool:
+    """Of unequal lengths; contexts take rows as wide as their parts need."""
+    if "parallel.context" in changes and generator.random() < 0.2:
+        changes["data.shape_buckets"] = [16, 32]
+    if changes.keys() & {"data.packing", "data.shape_buckets"}:
+        return generator.random() < 0.9
+    return "parallel.context" not in changes and generator.random() < 0.2
 
 
 def faults_of_layout(drawn: Mapping[str, Any], by_rank: list[dict[str, Any]]) -> str:
@@ -231,6 +232,7 @@ def faults_of_layout(drawn: Mapping[str, Any], by_rank: list[dict[str, Any]]) ->
 def _expected(drawn: Mapping[str, Any], data_ranks: int) -> tuple[float, ...]:
     shares = data_ranks if drawn["data"] == "documents" else 1
     model = tuple(sorted({**drawn["model"], "dropout": 0.0}.items()))
-    return parity._plain_losses(
+    found: tuple[float, ...] = parity._plain_losses(
         drawn["dtype"], drawn["optimizer"], model, drawn["data"], drawn["clip_norm"], shares, STEPS
     )
+    return found
