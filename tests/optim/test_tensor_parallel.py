@@ -282,7 +282,9 @@ def test_what_does_not_divide_is_refused_with_what_does() -> None:
 
 
 def test_what_is_not_understood_is_refused_by_name() -> None:
-    assert "parts.0.mixer.into, parts.0.mixer.back are no feed-forward" in _refusal(TENSOR, stranger())
+    strange = _refusal(TENSOR, stranger())
+    assert "parts.0.mixer.into, parts.0.mixer.back are no feed-forward" in strange
+    assert '"parts.*.mixer.into" = "column"' in strange
     odd = small_gpt(heads=4)
     odd.blocks[1].attention.scale = torch.nn.Parameter(torch.ones(1))
     assert "blocks.1.attention.scale has no known place in attention" in _refusal(TENSOR, odd)

@@ -350,8 +350,10 @@ def _up_and_down(parent: str, members: Sequence[_Named]) -> tuple[tuple[Column, 
     if len(ups) in (1, 2) and all(widths(module) == (hidden, inner) for _, module in ups):
         return tuple(Column(name, module) for name, module in ups), down
     listed = ", ".join(name for name, _ in members)
+    pattern = ".".join("*" if part.isdecimal() else part for part in members[0][0].split("."))
     raise UsageError(
-        f"parallel.tensor: {listed} are no feed-forward (one or two layers up, one down again), nor attention: {_WAY_OUT}"
+        f"parallel.tensor: {listed} are no feed-forward (one or two layers up, one down again), nor attention: {_WAY_OUT} "
+        f'(a line for each, such as "{pattern}" = "column")'
     )
 
 
