@@ -113,7 +113,7 @@ def clip_gradients(
     if not with_gradients and stages is None:
         return
     like = _local(with_gradients[0].grad) if with_gradients else torch.zeros(())
-    total: torch.Tensor | None = None
+    squares: dict[tuple[str, ...], torch.Tensor] = {}
     by_sharding: dict[tuple[str, ...], tuple[list[Any], list[torch.Tensor]]] = {}
     for parameter in with_gradients:
         groups = _sharded_over(parameter.grad)
@@ -128,10 +128,11 @@ def clip_gradients(
             square = square.to(distributed.distributed_c10d._get_object_coll_device(groups[0]))
         for group in groups:
             distributed.all_reduce(square, group=group)
-        square = square.to(like.device)
-        total = square if total is None else total + square
-    if total is None:
-        total = torch.zeros((), dtype=like.dtype, device=like.device)
+        squares[names] = square.to(like.device)
+    total = torch.zeros((), dtype=like.dtype, device=like.device)
+    # In the order of the parameters: names of groups sort differently on other replicas, which would clip by other bits.
+    for names in by_sharding:
+        total = total + squares[names]
     if stages is not None:
         distributed.all_reduce(total, group=stages)
     # PyTorch's clip_grads_with_norm_: no branch on the value, which would wait for a device.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import layout_combinations
 import pytest
 import random_combinations
 from layout_combinations import draw_layout, faults_of_layout
+from random_combinations import Drawn
 from rank_pool import RankPool
 
 from trine.optim.config import APPLIED
@@ -45,3 +47,20 @@ def test_two_ranks(seed: int, two_ranks: RankPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(5000, 5025))
 def test_four_ranks(seed: int, four_ranks: RankPool, tmp_path: Path) -> None:
     _try(seed, four_ranks, 4, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"parallel.expert": 2, "parallel.tensor": 2}, {"parallel.tensor": 2}])
+def test_clipped_replicas_keep_the_same_bits(changes: dict[str, Any], four_ranks: RankPool) -> None:
+    """The norm's parts are added in one order on all replicas, whatever the groups are called that summed them."""
+    drawn = Drawn(
+        changes=changes,
+        data="windows",
+        optimizer="sgd",
+        clip_norm=0.5,
+        dropout=0.0,
+        dtype="float32",
+        model={"heads": 4, "experts": 4},
+    )
+    answers = four_ranks.run("random_combinations:attempt", dict(drawn), 4, "")
+    assert not faults_of_layout(drawn, answers)
