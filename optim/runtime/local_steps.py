@@ -113,26 +113,27 @@ def clip_gradients(
     if not with_gradients and stages is None:
         return
     like = _local(with_gradients[0].grad) if with_gradients else torch.zeros(())
-    squares: dict[tuple[str, ...], torch.Tensor] = {}
+    dimensions: dict[int, tuple[str, ...]] = {}
     by_sharding: dict[tuple[str, ...], tuple[list[Any], list[torch.Tensor]]] = {}
     for parameter in with_gradients:
         groups = _sharded_over(parameter.grad)
         names = tuple(group.group_name for group in groups)
         _, held = by_sharding.setdefault(names, (groups, []))
+        dimensions[id(held)] = _dimensions(parameter.grad)
         if id(parameter) not in elsewhere:
             held.append(_local(parameter.grad))
-    for names in sorted(by_sharding):  # the same order on all ranks, whatever each holds
-        groups, held = by_sharding[names]
+    total = torch.zeros((), dtype=like.dtype, device=like.device)
+    # One order on all ranks, by dimensions: names of groups sort differently on others, which would then wait for each
+    # other in turn, and add in another order.
+    for groups, held in sorted(by_sharding.values(), key=lambda kind: dimensions[id(kind[1])]):
         square = _square(held, like)
-        if groups and square.device.type == "cpu":  # in the host's memory, which a device's group may not reach
+        if (
+            groups and square.device.type == "cpu"
+        ):  # in the host's memory, which a device's group may not reach
             square = square.to(distributed.distributed_c10d._get_object_coll_device(groups[0]))
         for group in groups:
             distributed.all_reduce(square, group=group)
-        squares[names] = square.to(like.device)
-    total = torch.zeros((), dtype=like.dtype, device=like.device)
-    # In the order of the parameters: names of groups sort differently on other replicas, which would clip by other bits.
-    for names in by_sharding:
-        total = total + squares[names]
+        total = total + square.to(like.device)
     if stages is not None:
         distributed.all_reduce(total, group=stages)
     # PyTorch's clip_grads_with_norm_: no branch on the value, which would wait for a device.
@@ -155,6 +156,16 @@ def _sharded_over(gradient: Any) -> list[Any]:
     return [
         mesh.get_group(at) for at, each in enumerate(gradient.placements) if not isinstance(each, Replicate)
     ]
+
+
+def _dimensions(gradient: Any) -> tuple[str, ...]:
+    """What they are called, which is the same on all ranks."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    names = gradient.device_mesh.mesh_dim_names or tuple(map(str, range(gradient.device_mesh.ndim)))
+    return tuple(
+        n for n, each in zip(names, gradient.placements, strict=True) if not isinstance(each, Replicate)
+    )
 
 
 def _square(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
