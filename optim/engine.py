@@ -98,7 +98,7 @@ def optimize(
     device, or ``offload.device_bytes``; ``None`` refuses nothing for its memory.
 
     Raises ``UsageError``, with the key's name and the way out, for what this version, this machine or this model cannot
-    do; model and optimizer are untouched then, unless the message says that the model has been cut.
+    do; model and optimizer are untouched then, unless the message says that the model has been changed.
     """
     given: dict[str, Any] = {}
     with agreed(model, given):

@@ -161,7 +161,7 @@ def attempt(rank: int, drawn: Mapping[str, Any], ranks: int, folder: str) -> dic
         )
     except trine.TrineError as error:
         said = {"refused": str(error), "kind": type(error).__name__}
-        is_cut = "which has been cut" in str(error)  # then it says so, and there is nothing to go on with
+        is_cut = "which has been changed" in str(error)  # then it says so, and there is nothing to go on with
         return said if is_cut else said | _aftermath(case, model, optimizer, before)
     except BaseException:  # noqa: BLE001 - told to the test
         return {"failure": traceback.format_exc()}

@@ -593,7 +593,7 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(two_ranks: RankPool, tm
     case = "offload_cases:refused_where_stages_are_unequal"
     own, other = two_ranks.run(case, 250_000, str(tmp_path))
     assert own.startswith("offload.device_bytes = 250000 is") and other == f"on rank 0: {own}"
-    assert own.endswith("make the model anew, which has been cut")
+    assert own.endswith("make the model anew, which has been changed")
     assert two_ranks.run(case, 600_000, str(tmp_path)) == ["", ""]
 
 

@@ -26,6 +26,11 @@ __all__ = ["DEFAULT_TILE_BYTES", "Planning", "slot_name", "together"]
 _Found = TypeVar("_Found")
 
 _MIB = 2**20
+#: Keys that change nothing before there is a plan.
+_OWN = tuple(
+    f"offload.{name}"
+    for name in ("optimizer", "parameters", "path", "tile_mib", "overlap", "device_bytes", "cpu_bytes")
+)
 #: Of parameters: long enough for a disk and a link to be busy, short beside what is saved.
 DEFAULT_TILE_BYTES = 16 * _MIB
 #: Of the host's bytes, what buffers may take where the tile is not stated.
@@ -211,11 +216,9 @@ class Planning:
         )
 
     def _again(self) -> str:
-        """What is left of a model that other techniques have cut or sharded: a plan is of what they made."""
-        config, layout = self._assembly.config, self._assembly.facts.layout
-        return (
-            "; and make the model anew, which has been cut" if layout.is_hybrid or config.zero.stage else ""
-        )
+        """What other techniques have made of the model by then: a plan is of that."""
+        others = [key for key in self._assembly.config.changes() if key not in _OWN]
+        return "; and make the model anew, which has been changed" if others else ""
 
 
 def _item(
