@@ -98,7 +98,10 @@ class Staged:
 
         def losses(model: Any, piece: Any, position: int) -> torch.Tensor:
             loss, weight, counted = self._loss_of(model, piece, samples[position] / whole)
-            return self._update.weigh(loss, weight, counted)
+            scaled, guard = self._update.weigh(loss, weight, counted)
+            if guard is not None:
+                pipeline.guard(position, guard)
+            return scaled
 
         pipeline.run(pieces, losses)
         group = group_of(self._facts, "pipeline")

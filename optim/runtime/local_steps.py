@@ -127,15 +127,16 @@ def clip_gradients(
     # other in turn, and add in another order.
     for groups, held in sorted(by_sharding.values(), key=lambda kind: dimensions[id(kind[1])]):
         square = _square(held, like)
-        if (
-            groups and square.device.type == "cpu"
-        ):  # in the host's memory, which a device's group may not reach
+        if groups and square.device.type == "cpu":  # the host's memory, which a device's group may not reach
             square = square.to(distributed.distributed_c10d._get_object_coll_device(groups[0]))
         for group in groups:
             distributed.all_reduce(square, group=group)
         total = total + square.to(like.device)
     if stages is not None:
+        # One type and device on all stages, whatever their gradients have: a stage may hold other types, or none at all.
+        total = total.to(distributed.distributed_c10d._get_object_coll_device(stages), torch.float64)
         distributed.all_reduce(total, group=stages)
+        total = total.to(like.device)
     # PyTorch's clip_grads_with_norm_: no branch on the value, which would wait for a device.
     factor = torch.clamp(most / (total.sqrt() + 1e-6), max=1.0)
     for dtype in {_local(p.grad).dtype for p in with_gradients}:

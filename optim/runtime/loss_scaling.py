@@ -30,11 +30,17 @@ STORM = 25
 
 
 class LossScaler:
-    """Scales losses and unscales gradients. ``scale``: a fixed one, or ``"auto"`` for a dynamic one."""
+    """Scales losses and unscales gradients. ``scale``: a fixed one, or ``"auto"`` for a dynamic one.
 
-    def __init__(self, scale: float | Literal["auto"], ranks: int = 1) -> None:
+    ``agree_on``: where ranks hold parts of the model, as stages of a pipeline do, the device that they exchange numbers on.
+    """
+
+    def __init__(
+        self, scale: float | Literal["auto"], ranks: int = 1, agree_on: torch.device | None = None
+    ) -> None:
         self._dynamic = scale == "auto"
         self._ranks = ranks
+        self._agree_on = agree_on
         self._scale = INITIAL if scale == "auto" else float(scale)
         self._sound = 0  # steps since the scale last changed
         self._in_a_row = 0  # steps left out since the last sound one
@@ -55,13 +61,14 @@ class LossScaler:
         return (loss.float() if loss.dtype == torch.float16 else loss) * self._scale
 
     def unscale(self, gradients: list[torch.Tensor]) -> bool:
-        """Divide in place; whether all are finite. Ranks that hold shards agree by one all-reduce.
+        """Divide in place; whether all are finite. Ranks that hold shards or stages agree by one all-reduce.
 
-        Replicas hold the same gradients already. The answer is read on the host, as ``GradScaler.step`` does.
+        Replicas hold the same gradients already. The answer is read on the host, as ``GradScaler.step`` does. A stage
+        whose parameters are all frozen has no gradients, and takes part nevertheless.
         """
-        if not gradients:
+        if not gradients and self._agree_on is None:
             return True
-        device = gradients[0].device
+        device = gradients[0].device if gradients else self._agree_on
         found = torch.zeros((), device=device)
         inverse = torch.full((), 1.0 / self._scale, device=device)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -71,7 +78,10 @@ class LossScaler:
             by_dtype.setdefault(values.dtype, []).append(values)
         for same in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
-        if self._ranks > 1 and any(hasattr(gradient, "to_local") for gradient in gradients):
+        if self._agree_on is not None:
+            found = found.to(self._agree_on)  # gradients may lie in the host's memory
+            distributed.all_reduce(found, op=distributed.ReduceOp.MAX)
+        elif self._ranks > 1 and any(hasattr(gradient, "to_local") for gradient in gradients):
             distributed.all_reduce(found, op=distributed.ReduceOp.MAX)
         return not bool(found)
 

@@ -34,6 +34,7 @@ __all__ = [
     "local",
     "unread",
     "zero_gradients",
+    "zeroed",
 ]
 
 Policy = Literal["raise", "skip", "allow"]
@@ -240,11 +241,19 @@ def zero_gradients(
     on the device and not read.
     """
 
+    with zeroed((*model.parameters(), *leaves_of(loss)), where):
+        yield
+
+
+@contextmanager
+def zeroed(leaves: Iterable[torch.Tensor], where: torch.Tensor | None = None) -> Iterator[None]:
+    """While open, backwards give these leaves exact zeros; ``where``: only where this flag is set."""
+
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(gradient) if where is None else gradient.masked_fill(where, 0.0)
 
-    leaves = {id(leaf): leaf for leaf in (*model.parameters(), *leaves_of(loss)) if leaf.requires_grad}
-    handles = [leaf.register_hook(hook) for leaf in leaves.values()]  # type: ignore[no-untyped-call]
+    unique = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
+    handles = [leaf.register_hook(hook) for leaf in unique.values()]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

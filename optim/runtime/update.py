@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,16 +20,21 @@ from trine.optim.runtime.nonfinite import (
     Watch,
     counts_nothing,
     is_zero_of_nothing,
+    leaves_of,
     local,
     unread,
     zero_gradients,
+    zeroed,
 )
 from trine.record.errors import TrainingError, UsageError
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["Update"]
+__all__ = ["Guard", "Update"]
+
+#: What a backward is to run in.
+Guard = Callable[[], AbstractContextManager[None]]
 
 logger = logging.getLogger("trine")
 
@@ -86,14 +92,19 @@ class Update:
             with zero_gradients(self._assembly.model, loss, nothing):
                 self._run(scaled)
 
-    def weigh(self, loss: torch.Tensor, weight: Any, counted: bool) -> torch.Tensor:
-        """Count ``loss`` in, and return what a pipeline's schedule is to call backward on, a tensor without dimensions."""
+    def weigh(self, loss: torch.Tensor, weight: Any, counted: bool) -> tuple[torch.Tensor, Guard | None]:
+        """Count ``loss`` in, and return what a pipeline's schedule is to call backward on, a tensor without dimensions.
+
+        Beside it what that backward is to run in, where the loss may be the mean of nothing.
+        """
         weight = self._in_units(loss, weight, counted)
-        if counted and counts_nothing(
-            weight
-        ):  # the mean of nothing is NaN, which nought would not make nought
+        without = counted and counts_nothing(weight)
+        if without:  # the mean of nothing is NaN, which nought would not make nought
             loss = loss.nan_to_num(0.0)
-        return self._scaled(loss, weight, counted)[0]
+        scaled, nothing = self._scaled(loss, weight, counted)
+        if not without and nothing is None:
+            return scaled, None
+        return scaled, partial(zeroed, tuple(leaves_of(scaled)), nothing)
 
     def share(self, source: int, group: distributed.ProcessGroup) -> None:
         """Give loss and weights of rank ``source``, which alone computed them, to all ranks of a pipeline.
@@ -336,6 +347,8 @@ class Update:
 
     def _multiply(self, factor: float | torch.Tensor) -> None:
         gradients = [local(gradient) for gradient in self._gradients()]
+        if not gradients:  # all of this stage is frozen
+            return
         if not isinstance(factor, torch.Tensor):
             torch._foreach_mul_(gradients, factor)
             return

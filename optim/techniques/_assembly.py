@@ -144,6 +144,9 @@ class Pipelined(Protocol):
     def evaluate(self, pieces: list[Any], losses: Callable[[Any, Any, int], torch.Tensor]) -> None:
         """Forward alone, without gradients."""
 
+    def guard(self, position: int, guard: Callable[[], AbstractContextManager[None]]) -> None:
+        """From within ``losses``: the backward of this micro-batch's loss is to run in what ``guard`` makes."""
+
     def backward_after(self, work: tuple[int, int]) -> tuple[int, int] | None:
         """(stage, micro-batch) whose backward comes after that of ``work`` on this rank."""
 

@@ -48,7 +48,9 @@ def apply(assembly: Assembly) -> None:
     from trine.optim.runtime.loss_scaling import GROWTH_INTERVAL, LossScaler
 
     wanted = precision.loss_scale
-    scaler = LossScaler("auto" if wanted is None else wanted, assembly.facts.ranks)
+    facts = assembly.facts
+    parts = facts.device if facts.layout.is_hybrid and facts.ranks > 1 else None
+    scaler = LossScaler("auto" if wanted is None else wanted, facts.ranks, agree_on=parts)
     assembly.scaler = scaler
     assembly.state["loss_scaling"] = scaler
     assembly.metrics["loss_scale"] = lambda: scaler.current

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -222,14 +223,20 @@ class Messages(PipelineStage):
     ) -> None:
         """Backward of one micro-batch, of all or of the input alone."""
         began = time.perf_counter_ns()
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with self._guarded(bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._note("B" if full_backward else "I", bwd_chunk_id, began)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The rest of a backward that was of the input alone."""
         began = time.perf_counter_ns()
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with self._guarded(bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._note("W", bwd_chunk_id, began)
+
+    def _guarded(self, index: int) -> AbstractContextManager[None]:
+        guard = self._task.guards.get(index) if self.is_last else None
+        return nullcontext() if guard is None else guard()
 
     def _note(self, direction: str, index: int, began: int) -> None:
         if self.worked is not None:

@@ -101,8 +101,11 @@ class Runner:
                     stage.has_backward = False
                     stage.clear_runtime_states()
                 for stage in self._messages:
+                    held: list[int] = []
                     for index in range(len(pieces)):
-                        self._forward(stage, index, local, sent)
+                        self._forward(stage, index, local, sent, held)
+                    for index in held:
+                        self._send(stage, index, sent)
             for work in sent:
                 work.wait()
         except BaseException as error:
@@ -113,7 +116,9 @@ class Runner:
                 stage.clear_runtime_states()
             self._finish()
 
-    def _forward(self, stage: Messages, index: int, local: Mapping[int, Messages], sent: list[Any]) -> None:
+    def _forward(
+        self, stage: Messages, index: int, local: Mapping[int, Messages], sent: list[Any], held: list[int]
+    ) -> None:
         if stage.stage_index - 1 not in local:
             for work in _begun(stage.get_fwd_recv_ops(index)):
                 work.wait()
@@ -121,9 +126,22 @@ class Runner:
         following = local.get(stage.stage_index + 1)
         if following is not None:
             following.set_local_fwd_input(output, index)
+            stage.fwd_cache.pop(index)
+        elif self._group.rank() == self._ranks - 1:
+            # Back to the first rank, which takes them when it has sent all of its own. NCCL runs the messages of two ranks
+            # in the order in which each asks for them, and a send waits for its receive: every message must be received
+            # before the first goes back.
+            held.append(index)
         else:
-            sent += _begun(stage.get_fwd_send_ops(index))
+            self._send(stage, index, sent)
+
+    def _send(self, stage: Messages, index: int, sent: list[Any]) -> None:
+        sent += _begun(stage.get_fwd_send_ops(index))
         stage.fwd_cache.pop(index)
+
+    def guard(self, position: int, guard: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let the last stage's backward of this micro-batch run in what ``guard`` makes."""
+        self._task.guards[position] = guard
 
     def backward_after(self, work: tuple[int, int]) -> tuple[int, int] | None:
         """(stage, micro-batch) whose backward comes after that of ``work`` on this rank."""
@@ -183,6 +201,7 @@ class Runner:
 
     def _finish(self) -> None:
         self._task.pieces, self._task.losses = [], None
+        self._task.guards.clear()
 
     def _scheduled(self, microbatches: int) -> Any:
         """PyTorch's schedule for so many; made once."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,8 @@ class Task:
     losses: Callable[[Any, Any, int], torch.Tensor] | None = None
     #: How many values a block returns in a tuple; ``None`` for a tensor alone. Blocks of one model are alike.
     returned: int | None = None
+    #: Micro-batch → what the last stage's backward of it runs in.
+    guards: dict[int, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
 
 
 class Stage(nn.Module):
