@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 from trine.optim.techniques._assembly import Facts
 from trine.record.errors import UsageError
 
-__all__ = ["require_plain_gradients", "require_plain_layout", "require_ranks"]
+__all__ = [
+    "require_by_element",
+    "require_folder",
+    "require_plain_gradients",
+    "require_plain_layout",
+    "require_ranks",
+]
 
 
 def require_ranks(key: str, facts: Facts) -> None:
@@ -39,3 +49,27 @@ def require_plain_layout(key: str, facts: Facts, why: str, instead: str = "drop 
     if facts.layout.is_hybrid:
         other = facts.layout.hybrid_key()
         raise UsageError(f"{key} and {other} cannot be combined: {why}. {instead[:1].upper()}{instead[1:]}")
+
+
+def require_by_element(key: str, facts: Facts, why: str) -> None:
+    """Raise ``UsageError`` for an optimizer that may need a parameter whole, of which ranks are to hold parts."""
+    from trine.optim.runtime.local_steps import steps_by_element
+
+    if not steps_by_element(facts.optimizer):
+        raise UsageError(
+            f"{key}: {type(facts.optimizer).__name__} is not known to update element by element, and each rank holds "
+            f"{why}: use one of PyTorch's own, such as AdamW, or drop the key"
+        )
+
+
+def require_folder(path: str, key: str) -> None:
+    """Raise ``UsageError`` for what is no folder that can be written, or no system that can reserve space."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UsageError(
+            f"offload.path = {path}: there is no such folder; make it, on the disk that is to be used"
+        )
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"offload.path = {path}: it cannot be written; name a folder that can")
+    if not sys.platform.startswith("linux"):
+        raise UsageError(f'{key} = "nvme" needs Linux (positioned reads and reserved space): use "cpu"')

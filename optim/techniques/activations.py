@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._needs import require_folder
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -54,7 +55,7 @@ def check(config: Config, facts: Facts) -> None:
     if config.activations.dtype is not None:
         _check_dtype(config, facts)
     if config.offload.activations == "nvme":
-        _check_folder(str(config.offload.path))
+        require_folder(str(config.offload.path), "offload.activations")
 
 
 def apply(assembly: Assembly) -> None:
@@ -158,21 +159,4 @@ def _check_dtype(config: Config, facts: Facts) -> None:
         raise UsageError(
             f'activations.dtype = "{dtype}": the model computes in 16 bits already, so nothing would change: take the '
             'key out, or write "fp8"'
-        )
-
-
-def _check_folder(path: str) -> None:
-    import os
-    import sys
-
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UsageError(
-            f"offload.path = {path}: there is no such folder; make it, on the disk that is to be used"
-        )
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"offload.path = {path}: it cannot be written; name a folder that can")
-    if not sys.platform.startswith("linux"):
-        raise UsageError(
-            'offload.activations = "nvme" needs Linux (positioned reads and reserved space): use "cpu"'
         )

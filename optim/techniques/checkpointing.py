@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from trine.optim._globs import matches
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.techniques.compilation import repeated_blocks
@@ -166,7 +166,7 @@ def _matching(patterns: Sequence[str], named: list[tuple[str, nn.Module]]) -> li
 
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matched = [(name, module) for name, module in named if name and _matches(pattern, name)]
+        matched = [(name, module) for name, module in named if name and matches(pattern, name)]
         if not matched:
             listed = ", ".join(name for name, _ in named if name.count(".") <= 1 and name)[:200]
             raise UsageError(
@@ -181,19 +181,6 @@ def _matching(patterns: Sequence[str], named: list[tuple[str, nn.Module]]) -> li
         if outer is not None:
             raise UsageError(f"checkpointing.modules: {name} lies inside {outer}: name one of the two")
     return [(name, module) for name, module in named if name in chosen]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Globs by the parts of a name, as of a path: ``*`` stays within one part, ``**`` spans any number."""
-    return _parts_match(pattern.split("."), name.split("."))
-
-
-def _parts_match(pattern: list[str], parts: list[str]) -> bool:
-    if not pattern:
-        return not parts
-    if pattern[0] == "**":
-        return any(_parts_match(pattern[1:], parts[start:]) for start in range(len(parts) + 1))
-    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _parts_match(pattern[1:], parts[1:])
 
 
 def _check_own_checkpoints(model: Any) -> None:

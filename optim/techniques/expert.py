@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._needs import require_by_element
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -57,7 +58,7 @@ def check(config: Config, facts: Facts) -> None:
                 f"parallel.expert = {degree} does not divide the {count} experts of {name}: use one of {', '.join(fitting)}"
             )
     _check_other_keys(config, facts)
-    _check_optimizer(facts)
+    require_by_element("parallel.expert", facts, "a part of the experts")
 
 
 def _why_none(model: torch.nn.Module) -> str:
@@ -87,16 +88,6 @@ def _check_other_keys(config: Config, facts: Facts) -> None:
                 f"parallel.pipeline and the balance loss of {weighing} cannot be combined: the loss is computed on the last "
                 "stage, and the routers of others would not be in it. Train without the balance loss, or drop one of the keys"
             )
-
-
-def _check_optimizer(facts: Facts) -> None:
-    from trine.optim.runtime.local_steps import steps_by_element
-
-    if not steps_by_element(facts.optimizer):
-        raise UsageError(
-            f"parallel.expert: {type(facts.optimizer).__name__} is not known to update element by element, and each rank "
-            "holds a part of the experts: use one of PyTorch's own, such as AdamW, or drop the key"
-        )
 
 
 def apply(assembly: Assembly) -> None:

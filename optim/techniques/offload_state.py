@@ -12,11 +12,11 @@ overlap        false: one after the other, for measuring
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._needs import require_folder
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -90,7 +90,9 @@ def check(config: Config, facts: Facts) -> None:
     if offload.parameters != "none":
         _check_parameters(config, facts)
     if offload.path is not None and (offload.optimizer != "none" or offload.parameters != "none"):
-        check_folder(offload.path)
+        require_folder(
+            offload.path, "offload.optimizer" if offload.optimizer != "none" else "offload.parameters"
+        )
 
 
 def _key(config: Config) -> str:
@@ -190,22 +192,6 @@ def _check_parameters(config: Config, facts: Facts) -> None:
             "offload.parameters: the model has no list of like blocks (a ModuleList or Sequential) whose parameters could come "
             "and go: take the key out"
         )
-
-
-def check_folder(path: str) -> None:
-    """Raise ``UsageError`` for what is no folder that can be written, or no system that can reserve space."""
-    import os
-    import sys
-
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UsageError(
-            f"offload.path = {path}: there is no such folder; make it, on the disk that is to be used"
-        )
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"offload.path = {path}: it cannot be written; name a folder that can")
-    if not sys.platform.startswith("linux"):
-        raise UsageError('offload to "nvme" needs Linux (positioned reads and reserved space): use "cpu"')
 
 
 def apply(assembly: Assembly) -> None:

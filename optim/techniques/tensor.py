@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._needs import require_by_element
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -234,13 +235,7 @@ def _check_fused(config: Config, plan: Plan) -> None:
 
 
 def _check_optimizer(facts: Facts) -> None:
-    from trine.optim.runtime.local_steps import steps_by_element
-
-    if not steps_by_element(facts.optimizer):
-        raise UsageError(
-            f"parallel.tensor: {type(facts.optimizer).__name__} is not known to update element by element, and each rank holds "
-            "a part of each matrix: use one of PyTorch's own, such as AdamW, or drop the key"
-        )
+    require_by_element(_TENSOR, facts, "a part of each matrix")
     for parameter, values in facts.optimizer.state.items():
         for key, value in values.items() if isinstance(values, dict) else ():
             shape: Any = getattr(value, "shape", None)

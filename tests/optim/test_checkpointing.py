@@ -21,11 +21,11 @@ from torch.nn import functional
 
 import trine
 from trine.optim._facts import facts_of
+from trine.optim._globs import matches
 from trine.optim.runtime import memory_fit
 from trine.optim.runtime.checkpointed import Region, checkpoint_in_place
 from trine.optim.runtime.recompute_plan import Candidate, choose, peak_of
 from trine.optim.techniques import checkpointing
-from trine.optim.techniques.checkpointing import _matches
 from trine.record.errors import UsageError
 
 FULL = {"checkpointing.mode": "full"}
@@ -418,7 +418,7 @@ def test_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "name", "matches"),
+    ("pattern", "name", "expected"),
     [
         ("blocks.*", "blocks.3", True),
         ("blocks.*", "blocks.3.attention", False),
@@ -430,8 +430,8 @@ def test_twice_is_refused() -> None:
         ("*.*.att*", "blocks.2.attention", True),
     ],
 )
-def test_globs_match_by_the_parts_of_a_name(pattern: str, name: str, matches: bool) -> None:
-    assert _matches(pattern, name) is matches
+def test_globs_match_by_the_parts_of_a_name(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
 
 
 # --- the compiler ------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ vocabulary; ``sequence`` is a norm between the cut regions, and ``replicate`` ke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
 from torch import nn
 
+from trine.optim._globs import matches
 from trine.optim.runtime.tensor_plans.roles import is_linear
 from trine.record.errors import UsageError
 
@@ -37,7 +37,7 @@ def styles_of(model: nn.Module, own: Mapping[str, str], is_stage: bool = False) 
             raise UsageError(
                 f'parallel.plan: "{pattern}" is to be {style!r}: a style is one of {", ".join(STYLES)}'
             )
-        matched = [name for name in named if name and _matches(pattern, name)]
+        matched = [name for name in named if name and matches(pattern, name)]
         if not matched and not is_stage:
             listed = ", ".join(name for name in named if name and name.count(".") <= 1)[:200]
             raise UsageError(f'parallel.plan: no module is called "{pattern}"; there are {listed}')
@@ -52,16 +52,3 @@ def styles_of(model: nn.Module, own: Mapping[str, str], is_stage: bool = False) 
                 )
             found[name] = style
     return found
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """By the parts of a name, as ``checkpointing.modules``: ``*`` stays within one part, ``**`` spans any number."""
-    return _parts_match(pattern.split("."), name.split("."))
-
-
-def _parts_match(pattern: list[str], parts: list[str]) -> bool:
-    if not pattern:
-        return not parts
-    if pattern[0] == "**":
-        return any(_parts_match(pattern[1:], parts[start:]) for start in range(len(parts) + 1))
-    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _parts_match(pattern[1:], parts[1:])
