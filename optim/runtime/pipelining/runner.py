@@ -127,7 +127,7 @@ class Runner:
         if following is not None:
             following.set_local_fwd_input(output, index)
             stage.fwd_cache.pop(index)
-        elif self._group.rank() == self._ranks - 1:
+        elif self._group.rank() == self._ranks - 1 and not self._schedule.turned:
             # Back to the first rank, which takes them when it has sent all of its own. NCCL runs the messages of two ranks
             # in the order in which each asks for them, and a send waits for its receive: every message must be received
             # before the first goes back.
