@@ -173,7 +173,7 @@ def _content(folder: Path) -> tuple[Content, list[tuple[Path, OSError]]]:
     raise UnreadableInput(f"{folder} changes faster than it can be read; try again")
 
 
-def _batches(parts: Table) -> Array:
+def _batches(parts: dict[str, Array]) -> Array:
     """Batches of each step: one that takes several before its update lies in as many parts.
 
     Where an engine's loader is inside the profiler's, a step ends as the next batch is asked for, and leaves an empty part.
