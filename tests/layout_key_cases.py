@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import parity
 
-__all__ = ["LAYOUTS", "ROWS", "Row", "case_of", "run", "run_plain"]
+__all__ = ["LAYOUTS", "ROWS", "Row", "case_of", "run", "run_plain", "run_replicated"]
 
 #: Kind of parallelism → its configuration, what it makes of the sample's model, and the dtype it is exact in.
 LAYOUTS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -154,9 +154,9 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def case_of(row: Row, layout: str | None) -> parity.Case:
-    """The row under a layout; ``None``: on two replicas."""
-    changes, model = LAYOUTS[layout] if layout else ({}, {})
+def case_of(row: Row, layout: str) -> parity.Case:
+    """The row under a layout."""
+    changes, model = LAYOUTS[layout]
     return parity.Case(
         f"{row.key} under {layout}",
         {**changes, **row.changes},
@@ -169,7 +169,7 @@ def case_of(row: Row, layout: str | None) -> parity.Case:
     )
 
 
-def run(rank: int, number: int, layout: str | None, steps: int) -> Any:
+def run(rank: int, number: int, layout: str, steps: int) -> Any:
     """What a rank's losses and parameters came to, or the refusal in words."""
     return _told(rank, case_of(ROWS[number], layout), steps)
 
@@ -177,6 +177,11 @@ def run(rank: int, number: int, layout: str | None, steps: int) -> Any:
 def run_plain(rank: int, number: int, layout: str, steps: int) -> Any:
     """The same without the row's keys."""
     return _told(rank, replace(case_of(ROWS[number], layout), changes=LAYOUTS[layout][0]), steps)
+
+
+def run_replicated(rank: int, number: int, layout: str, steps: int) -> Any:
+    """The same model with the row's keys on two replicas."""
+    return _told(rank, replace(case_of(ROWS[number], layout), changes=ROWS[number].changes), steps)
 
 
 def _told(rank: int, case: parity.Case, steps: int) -> Any:

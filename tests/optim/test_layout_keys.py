@@ -49,7 +49,7 @@ def _explain(number: int, layout: str, line: str, ranks: RankPool) -> None:
     names_key = any(key in line for key in (row.key, *row.needs))
     if names_key and f"parallel.{layout}" in line:
         return
-    (without_layout, _) = ranks.run("layout_key_cases:run", number, None, STEPS)
+    (without_layout, _) = ranks.run("layout_key_cases:run_replicated", number, layout, STEPS)
     if isinstance(without_layout, str):
         return
     (without_key, _) = ranks.run("layout_key_cases:run_plain", number, layout, STEPS)
