@@ -26,14 +26,17 @@ END = -1
 
 #: A rank that has not moved for so long looks whether somebody asks.
 _STILL_S = 0.5
-#: So long a rank waits for one that failed before it takes the failure for the reason.
-_PATIENCE_S = 3.0
+#: So long a rank waits for one that failed before it takes the failure for the reason: its program may catch the error,
+#: skip the batch and go on.
+PATIENCE_S = 20.0
 #: Between two looks: of the watching thread, and of a rank that asks.
 _LOOK_S, _ASK_S = 0.25, 0.005
 #: Who asks alone waits so long before it calls on the others.
 _ALONE_S = 0.1
 #: A rank that asks gives up where another gives no sign for so long: it is gone, and the backend will say so.
 _SILENT_S = 20.0
+#: Nor does it ask longer than this: ranks that do something else for a while are the backend's to wait for.
+_LONGEST_S = 60.0
 #: A rank that tells why nobody can go on waits so long until all have heard: its end may be that of the store.
 _HEARD_S = 5.0
 
@@ -145,6 +148,8 @@ class PathStore:
             if left and now - (called if is_called else began) > (1.0 if is_called else _ALONE_S):
                 self._store.set(self._key("news"), "1")  # others look at it when they stand still
                 called, is_called = now, True
+            if now - began > _LONGEST_S:
+                break
             silent = [other for other, last in left.items() if now - last > _SILENT_S]
             if silent and not self._alive(silent):
                 logger.warning("ranks %s gave no sign of where they are", ", ".join(map(str, silent)))
@@ -257,7 +262,7 @@ class PathStore:
             self._store.set(self._key("at", self._number), text)
         if self._store.check([self._key("call")]):
             self._store.set(self._key("here", self._number), self._store.get(self._key("call")))
-        waits = self._rank.busy and still_s > _PATIENCE_S
+        waits = self._rank.busy and still_s > PATIENCE_S
         failure = self._failure(place.forward) if waits else None
         if failure is not None:
             self._store.set(self._key("verdict"), failure)

@@ -54,7 +54,7 @@ def watch_paths(assembly: Assembly) -> None:
     if not units or len(peers) < 2:
         return
     names = list(dict.fromkeys(units.values()))
-    paths = Paths(names, ordered, facts.rank, peers)
+    paths = Paths(names, ordered, facts.rank, peers, facts.layout.replicate > 1)
     if not ordered:
         paths.synchronises = lambda: bool(getattr(assembly.model, "require_backward_grad_sync", True))
     places = {name: place for place, name in enumerate(names)}
@@ -73,8 +73,11 @@ def watch_paths(assembly: Assembly) -> None:
 class Paths:
     """One rank's way through the model, forward by forward."""
 
-    def __init__(self, names: list[str], ordered: bool, rank: int, peers: list[int]) -> None:
+    def __init__(
+        self, names: list[str], ordered: bool, rank: int, peers: list[int], has_replicas: bool = False
+    ) -> None:
         self._names = names
+        self._has_replicas = has_replicas
         self._ordered = ordered
         self._rank = rank
         #: Whether the next backward exchanges gradients: where it does not, replicas may use what they like.
@@ -152,7 +155,8 @@ class Paths:
 
     def _begin(self, kind: str) -> None:
         self.require_together()
-        self._muted = not self._ordered and kind == "evaluation"  # replicas communicate in backward alone
+        # Replicas communicate in backward alone: one of them may evaluate while the others wait for it.
+        self._muted = kind == "evaluation" and (self._has_replicas or not self._ordered)
         if self._muted:
             return
         changed = self._forward > 0 and kind != self._kind

@@ -117,12 +117,20 @@ class Update:
             for place, value in enumerate((self._summed, self._weight, self._counted, self._dtype.itemsize)):
                 vector[place] = value
         distributed.broadcast(vector, source, group=group)
-        if own:
-            return
         if self._told is None:
             counted, size = vector[2:].tolist()
             self._told = (bool(counted), torch.float64 if size == 8 else torch.float32)
-        self._counted, self._dtype = self._told
+        counted, dtype = self._told
+        # Elsewhere a device would have to be waited for, to learn what the last stage knows and says.
+        changed = self._counted if own else vector.device.type == "cpu" and bool(vector[2])
+        if (own or vector.device.type == "cpu") and changed != counted:
+            raise UsageError(
+                "the losses of one step came with token counts, and those of another without: under a pipeline give counts in "
+                "every step or in none"
+            )
+        if own:
+            return
+        self._counted, self._dtype = counted, dtype
         self._summed = vector[0].to(self._dtype)
         self._weight = float(vector[1]) if vector.device.type == "cpu" else vector[1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import path_cases
@@ -86,9 +85,8 @@ def test_the_others_learn_of_an_exception_on_one_rank(changes: dict[str, Any]) -
 
 @pytest.mark.slow
 def test_the_guard_costs_less_than_a_hundredth_of_a_step() -> None:
-    pairs = path_cases.on_ranks(2, "cost", Z3, 30)[0][5:]
-    ratio = statistics.median(guarded / bare for guarded, bare in pairs)
-    assert ratio < 1.03, f"{ratio:.4f}"  # one in a hundred, and what two busy cores blur
+    guard, step = path_cases.on_ranks(2, "cost", Z3, 10)[0]
+    assert guard < 0.01 * step
 
 
 # --- what is compared --------------------------------------------------------------------------

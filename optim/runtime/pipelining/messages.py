@@ -84,6 +84,16 @@ class Forms:
         """Of the stage before; waits where it is new."""
         if (stage, number) not in self.known:
             store, key = _store(), self._key(stage, number)
+            # Looked for again and again: a get that waits would keep this process's other threads from the store.
+            end, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
+            while not store.check([key]):
+                if time.monotonic() > end:
+                    raise TrainingError(
+                        f"parallel.pipeline: stage {stage} did not say what it hands on in {store.timeout}: look at the log of "
+                        "the rank that has it"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
             self.known[stage, number] = Form.unpacked(store.get(key))
             store.delete_key(key)
         return self.known[stage, number]
