@@ -164,6 +164,15 @@ def _decided(config: Config) -> tuple[Config, list[str]]:
                 f'{key} = "{config[key]}" moves bytes off the device, which a prediction on the CPU cannot tell from those on '
                 "it: its own plan, among the engine's effects, says what stays; take the key out of the prediction"
             )
+    for key, why in (
+        ("parallel.pipeline", "stages learn shapes from each other's messages"),
+        ("parallel.context", "ranks compare what they cut out of a batch"),
+        ("accumulation.delayed", "the update reads a weight that comes from the other ranks"),
+    ):
+        if config[key] not in (1, False):
+            raise UsageError(
+                f"{key} = {str(config[key]).lower()} cannot be predicted in this version, since {why}: take the key out"
+            )
     if config.engine != "torch":
         raise UsageError(
             f'engine = "{config.engine}" allocates by its own rules, which are not predicted: predict with engine = "torch"'

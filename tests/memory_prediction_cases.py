@@ -41,8 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fused": {"compute.fuse": ["optimizer", "norm", "mlp", "cross_entropy"]},
     "sdpa": {"compute.attention": "sdpa"},
     "low-precision activations": {"activations.dtype": "bf16"},
-    "compressed": {"communication.compression": "int8"},
     "prefetch": {"zero.stage": 3, "zero.prefetch": 2},
+    "tensor parallel": {"parallel.tensor": 2},
     "quantized weights": {"zero.stage": 3, "zero.quantized_weights": True},
 }
 

@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trine.optim._stages import Staged
 from trine.optim.runtime.memory_ledger import Ledger, tensors_in
 from trine.optim.runtime.plain_tensors import PLAIN
 from trine.optim.runtime.regions import structure
@@ -162,6 +163,7 @@ def pretend(ranks: int, rank: int, ranks_per_node: int | None = None) -> None:
     if ranks == 1:
         return
     distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    Staged._require_same_batch = _nothing  # type: ignore[method-assign]
     modules: tuple[Any, ...] = (distributed, distributed_c10d)
     for module in modules:
         module.all_gather_object = _all_say_the_same
@@ -229,6 +231,8 @@ class PretendedLedger(Ledger):  # type: ignore[no-untyped-call]
         """The operator on shapes; a collective answers at once."""
         if function is torch.ops.c10d.allreduce_.default:
             return _reduced(arguments[0])
+        if function is torch.ops._c10d_functional.wait_tensor.default:
+            return arguments[0]  # without values it would give another tensor, which a real wait does not
         given = list(tensors_in((arguments, named)))
         if not any(isinstance(tensor, FakeTensor) for tensor in given) and _is_small(
             function, given, arguments, named

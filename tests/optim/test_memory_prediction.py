@@ -115,6 +115,8 @@ def test_a_model_that_reads_values_is_named() -> None:
         ({"compute.compile": "blocks"}, "compute.compile"),
         ({"accumulation.micro_batch": "auto"}, "accumulation.micro_batch"),
         ({"offload.optimizer": "cpu"}, "offload.optimizer"),
+        ({"parallel.pipeline": 2}, "parallel.pipeline = 2 cannot be predicted"),
+        ({"accumulation.delayed": True}, "accumulation.delayed = true cannot be predicted"),
         ({"zero.stage": 3, "parallel.shard": 3}, "parallel.shard = 3 must make the 8 ranks"),
     ],
 )
