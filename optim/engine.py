@@ -12,17 +12,17 @@ before it changes anything. Loops that want their own body use ``engine(batch)``
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from trine.optim._agreement import agreed
 from trine.optim._facts import facts_of, require_trainable
+from trine.optim._failures import EXCHANGING, IDLE, RUNNING, UPDATING, Failing, naming_lost_ranks
 from trine.optim._inputs import (
     as_config,
     plain,
@@ -40,7 +40,7 @@ from trine.optim.batches import Divisible, Gathered, size_of, to_device, tokens_
 from trine.optim.config import Config
 from trine.optim.memory_limits import require_fit
 from trine.optim.techniques import Assembly, Effect, Facts, require_applicable, techniques_of
-from trine.record.errors import TrainingError, TrineError, UsageError
+from trine.record.errors import UsageError
 from trine.record.events import emit, emit_metric, is_heard
 
 if TYPE_CHECKING:
@@ -52,19 +52,7 @@ __all__ = ["Engine", "optimize"]
 
 logger = logging.getLogger("trine")
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
-
-#: How far a step has come: what can still be undone when it fails.
-_IDLE, _RUNNING, _EXCHANGING, _UPDATING = range(4)
-_WHILE = {
-    _IDLE: "before a step",
-    _RUNNING: "in forward or backward",
-    _EXCHANGING: "while gradients were exchanged",
-    _UPDATING: "in the optimizer step",
-}
 
 #: ``loss_fn(model, batch)``: the mean loss, or the mean loss and the number of tokens it is the mean of.
 LossFunction = Callable[[Any, Any], Any]
@@ -168,29 +156,7 @@ def _settings(
     }
 
 
-def _naming_lost_ranks(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """A method of the engine that names the ranks that are gone, in place of the backend's own error."""
-
-    @functools.wraps(function)
-    def called(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
-        try:
-            return function(*arguments, **named)
-        except Exception as error:
-            from trine.optim.runtime.lost_ranks import explained
-
-            engine: Any = arguments[0]
-            paths = engine._assembly.paths
-            told = None if paths is None else paths.told_of(error)
-            if told is None:
-                told = explained(error, engine._facts.rank, engine._facts.ranks, engine.step_index)
-            if told is None:
-                raise
-            raise told from error
-
-    return called
-
-
-class Engine(Staged, Persistent):
+class Engine(Staged, Persistent, Failing):
     """Trains one model by one configuration. Made by :func:`optimize`."""
 
     def __init__(
@@ -211,7 +177,7 @@ class Engine(Staged, Persistent):
         self._last_is_near = False  # the loader has no further batch
         self._step_open = False  # by engine.steps; else train_step opens its own
         self._consumed = False  # the open step's batch has been trained on
-        self._stage = _IDLE
+        self._stage = IDLE
         self._broken: str | None = None  # why no further step can be taken
         self._same_batches = False  # the ranks that share a batch were seen to
         self._described = -1  # effects that listeners know of
@@ -266,7 +232,7 @@ class Engine(Staged, Persistent):
 
     # --- loops of the user's own ---------------------------------------------------------------
 
-    @_naming_lost_ranks
+    @naming_lost_ranks
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """The model's forward, under this configuration. Tensors are moved to the model's device.
 
@@ -285,7 +251,7 @@ class Engine(Staged, Persistent):
         with self._contexts():
             return self.model(*arguments, **named)
 
-    @_naming_lost_ranks
+    @naming_lost_ranks
     def backward(self, loss: torch.Tensor, count: float | torch.Tensor | None = None) -> None:
         """Add this micro-batch's gradients. ``count``: tokens that ``loss`` is the mean of, to weigh it by."""
         self._require_usable()
@@ -297,7 +263,7 @@ class Engine(Staged, Persistent):
         emit("phase", name="backward")
         self._update.backward(loss, 1.0 if count is None else count, count is not None)
 
-    @_naming_lost_ranks
+    @naming_lost_ranks
     def step(self) -> bool:
         """After each micro-batch: steps the optimizer at the last one, and says whether it did."""
         self._require_usable()
@@ -366,7 +332,7 @@ class Engine(Staged, Persistent):
         if self._broken is None:
             self.flush()
 
-    @_naming_lost_ranks
+    @naming_lost_ranks
     def train_step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, accumulation and optimizer on one batch; the mean loss, detached, on the device.
 
@@ -408,14 +374,14 @@ class Engine(Staged, Persistent):
     def _accumulate(self, pieces: list[Any]) -> torch.Tensor:
         """Forward and backward of each micro-batch, then the optimizer; the mean loss."""
         if self._assembly.pipeline is not None:
-            self._stage = _EXCHANGING
+            self._stage = EXCHANGING
             emit("phase", name="forward")
             self._run_stages(pieces)
             return self._updated()
         last = len(pieces) - 1
         samples = [float(size_of(piece) or 1) for piece in pieces] if last else [1.0]
         whole = sum(samples)
-        self._stage = _RUNNING
+        self._stage = RUNNING
         for position, piece in enumerate(pieces):
             self._synchronise(position == last)
             result = self._forward(piece)
@@ -432,14 +398,14 @@ class Engine(Staged, Persistent):
                 self._assembly.uncounted()
             emit("phase", name="backward")
             if position == last:
-                self._stage = _EXCHANGING
+                self._stage = EXCHANGING
             self._update.backward(loss, weight, counted)
         return self._updated()
 
     def _updated(self) -> torch.Tensor:
-        self._stage = _UPDATING
+        self._stage = UPDATING
         self._optimizer_step()
-        self._stage = _IDLE
+        self._stage = IDLE
         return self._update.loss
 
     def _forward(self, piece: Any) -> Any:
@@ -466,40 +432,6 @@ class Engine(Staged, Persistent):
         import torch
 
         return torch.is_grad_enabled()
-
-    def _require_usable(self) -> None:
-        if self._broken is not None:
-            raise UsageError(self._broken)
-        if not self._close.alive:
-            raise UsageError("this engine was closed: make another with trine.optimize")
-
-    def _take_back(self) -> None:
-        """Forget the gradients of a step that ran out of memory. Raises ``TrainingError`` where it is too late for that."""
-        if self._stage == _UPDATING or (self._stage == _EXCHANGING and self._facts.ranks > 1):
-            raise TrainingError(
-                f"out of memory {_WHILE[self._stage]}, when the step can no longer be run in smaller pieces: start again "
-                "from a checkpoint with a smaller accumulation.micro_batch"
-            )
-        self.discard()
-
-    def _fail(self, error: BaseException) -> None:
-        """A step raised: what it added is dropped, and the engine stays usable unless ranks or parameters may differ."""
-        stage, self._stage = self._stage, _IDLE
-        # By this package, with parameters as they were, unless it says otherwise: a disk that fails in mid-update.
-        refused = isinstance(error, TrineError) and not getattr(error, "half_done", False)
-        alone = self._facts.ranks == 1
-        if stage == _UPDATING:
-            lost = not refused
-        else:
-            together = self.config.zero.stage >= 2 or self._assembly.pipeline is not None
-            lost = not alone and (stage == _EXCHANGING or (stage == _RUNNING and together))
-        if lost:
-            said = str(error).partition("\n")[0]
-            self._broken = (
-                f"this engine failed {_WHILE[stage]} ({type(error).__name__}: {said}), so that parameters or ranks may "
-                "disagree: start again from a checkpoint with a new one"
-            )
-        self.discard()
 
     def _contexts(self) -> AbstractContextManager[Any]:
         contexts = self._assembly.contexts
