@@ -41,7 +41,7 @@ def test_causal_models_of_transformers_train_as_they_do_whole(
 ) -> None:
     pytest.importorskip("transformers")
     for losses, _ in two_ranks.run("pipeline_cases:piped", name, {"parallel.schedule": schedule}):
-        assert _apart(name, losses) < 1e-6  # these compute their loss in fp32
+        assert _apart(name, losses) < 1e-5  # these compute their loss in fp32
 
 
 @pytest.mark.slow
