@@ -241,12 +241,12 @@ def sleep_rows(
         return found
 
 
-#: Eight blocks of equal width; and eight of which the last two are three times as wide.
-EVEN = (1024,) * 8
-UNEVEN = (512,) * 6 + (2048,) * 2
+#: Eight blocks of equal width; and eight of which the last two are four times as wide.
+EVEN = (3072,) * 8
+UNEVEN = (1536,) * 6 + (6144,) * 2
 
 
-def compute_rows(rounds: int = 3, steps: int = 6) -> dict[str, Measured]:
+def compute_rows(rounds: int = 3, steps: int = 4) -> dict[str, Measured]:
     """Real compute on two ranks, each the median of several runs that take turns."""
     from trine.optim.runtime.pipelining.schedules import ideal_bubble, schedule_of
 
@@ -282,7 +282,7 @@ def compute_rows(rounds: int = 3, steps: int = 6) -> dict[str, Measured]:
                         },
                     }
                 )
-        _run(2, jobs, 60.0 + 30.0 * len(jobs))
+        _run(2, jobs, 120.0 + 60.0 * len(jobs))
         found = {}
         for name, kind in kinds.items():
             schedule = schedule_of(kind["schedule"], None)
