@@ -169,7 +169,7 @@ def _decided(config: Config) -> tuple[Config, list[str]]:
         ("parallel.context", "ranks compare what they cut out of a batch"),
         ("accumulation.delayed", "the update reads a weight that comes from the other ranks"),
     ):
-        if config[key] not in (1, False):
+        if key in config.changes():
             raise UsageError(
                 f"{key} = {str(config[key]).lower()} cannot be predicted in this version, since {why}: take the key out"
             )

@@ -104,8 +104,7 @@ def by_pytorchs_tracker() -> tuple[int, int]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model, optimizer, batch = made()
     batch = pretended.faked_batch(batch, mode)
-    parameters = pretended.faked_model(model, mode)
-    pretended.faked_optimizer(optimizer, parameters, mode)
+    pretended.faked_optimizer(optimizer, pretended.faked_model(model, mode), mode)
     config = trine.Config().with_changes({"zero.stage": 3})
     peaks = []
     with mode:
