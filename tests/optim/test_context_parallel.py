@@ -111,6 +111,7 @@ def test_late_checks_raise_at_once_on_the_processor() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_late_checks_wait_for_nothing_on_a_device() -> None:
     checks = LateChecks()
     checks.expect(torch.tensor(False, device="cuda"), "never")
