@@ -40,7 +40,7 @@ SCHEDULES = (
 )
 #: How far the record's bubble may be from the ideal: one point.
 POINT = 0.01
-#: Of a rank's forward, of its backward by input, and of that by weights: long beside what a message costs.
+#: Of a stage's forward, of its backward by input, and of that by weights: long beside what a message costs.
 SLEEP_S = 0.16
 STEPS = 3
 
@@ -221,8 +221,7 @@ def sleep_rows(
                 {
                     "folder": str(Path(scratch) / name),
                     "blocks": ranks * chunks,
-                    # A rank's work is the same under each: chunks share it.
-                    "seconds": seconds / chunks,
+                    "seconds": seconds,
                     "batch": microbatches,
                     "steps": STEPS,
                     "changes": {
@@ -232,7 +231,7 @@ def sleep_rows(
                     },
                 }
             )
-        _run(ranks, jobs, 120.0 + len(jobs) * (30.0 + 10.0 * STEPS * microbatches * seconds))
+        _run(ranks, jobs, 120.0 + len(jobs) * (30.0 + 20.0 * STEPS * microbatches * seconds))
         found = []
         for name, job in zip(schedules, jobs, strict=True):
             schedule = schedule_of(name, None)
