@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,30 @@ from typing import Any
 __all__ = ["RankPool"]
 
 SECONDS = 120.0
+#: For the other ranks, once one has failed.
+PATIENCE = 20.0
 
 
 class RankPool:
-    """``run("module:function", *arguments)`` calls ``function(rank, *arguments)`` on every rank at once."""
+    """``run("module:function", *arguments)`` calls ``function(rank, *arguments)`` on every rank at once.
+
+    Ranks that do not answer are replaced by new ones, so that a case that hangs costs no other its time.
+    """
 
     def __init__(self, folder: Path, world_size: int = 2) -> None:
+        self._folder, self._world_size = folder, world_size
+        self._starts = 0
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
+        store = str(self._folder / f"store-{self._starts}")
+        self._starts += 1
         self._pipes, self._processes = [], []
-        for rank in range(world_size):
+        for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, str(folder / "store"), theirs), daemon=True
+                target=_serve, args=(rank, self._world_size, store, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -46,14 +59,31 @@ class RankPool:
                 process.kill()
 
     def _answers(self) -> list[Any]:
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(SECONDS):
-                raise AssertionError(f"rank {rank} did not answer in {SECONDS:.0f} s")
-            answers.append(pipe.recv())
-        for rank, (failure, _) in enumerate(answers):
+        answers: dict[int, Any] = {}
+        end = time.monotonic() + SECONDS
+        while len(answers) < len(self._pipes) and time.monotonic() < end:
+            for rank, pipe in enumerate(self._pipes):
+                if rank not in answers and pipe.poll(0.005):
+                    answers[rank] = _received(pipe)
+            if any(failure is not None for failure, _ in answers.values()):
+                end = min(end, time.monotonic() + PATIENCE)  # the others may wait for it for ever
+        silent = [rank for rank in range(len(self._pipes)) if rank not in answers]
+        if silent:
+            for process in self._processes:
+                process.kill()
+                process.join(20)
+            self._start()
+        for rank, (failure, _) in sorted(answers.items()):
             assert failure is None, f"rank {rank}: {failure}"
-        return [result for _, result in answers]
+        assert not silent, f"rank {silent[0]} did not answer in {SECONDS:.0f} s"
+        return [answers[rank][1] for rank in range(len(self._pipes))]
+
+
+def _received(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "the process ended", None
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
