@@ -157,13 +157,17 @@ def test_sizes_that_vary_are_bounded(sizes: list[int]) -> None:
 
 
 def test_the_pool_goes_with_the_engine() -> None:
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if type(each) is TensorPool}  # of other tests
     model = optim_cases.small_gpt()
     config = trine.Config().with_changes({"activations.dtype": "bf16", **POOL})
     engine = trine.optimize(
         model, torch.optim.SGD(model.parameters(), lr=0.1), config, loss_fn=memory_cases.loss_of
     )
     engine.train_step(optim_cases.batches(1, 4)[0])
-    pools = [weakref.ref(each) for each in gc.get_objects() if type(each) is TensorPool]
+    found = [each for each in gc.get_objects() if type(each) is TensorPool and id(each) not in before]
+    pools = [weakref.ref(each) for each in found]
+    del found
     assert len(pools) == 1
     engine.close()
     del engine
