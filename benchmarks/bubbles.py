@@ -41,7 +41,7 @@ SCHEDULES = (
 #: How far the record's bubble may be from the ideal: one point.
 POINT = 0.01
 #: Of a stage's forward, of its backward by input, and of that by weights: long beside what a message costs.
-SLEEP_S = 0.16
+SLEEP_S = 0.25
 STEPS = 3
 
 
