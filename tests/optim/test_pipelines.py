@@ -213,9 +213,9 @@ def test_the_others_stop_when_a_stage_is_lost(how: str, said: str, tmp_path: Pat
 
 @pytest.mark.slow
 def test_bubbles_are_those_of_the_schedules() -> None:
-    """A small version of benchmarks/bubbles.py: three points, where the benchmark on a quiet machine has one."""
+    """A small version of benchmarks/bubbles.py: five points, where the benchmark on a quiet machine has one."""
     sys.path.append(str(TESTS.parent / "benchmarks"))
     import bubbles
 
-    for row in bubbles.sleep_rows(4, 8, ("1f1b", "interleaved", "zbv"), 0.06):
-        assert abs(row.bubble - row.ideal) < 0.03, row
+    for row in bubbles.sleep_rows(4, 8, ("1f1b", "interleaved", "zbv"), 0.12):
+        assert abs(row.bubble - row.ideal) < 0.05, row
