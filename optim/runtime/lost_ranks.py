@@ -15,7 +15,7 @@ from torch import distributed
 
 from trine.record.errors import TrainingError
 
-__all__ = ["PATIENCE_S", "announce", "explained", "is_of_a_group"]
+__all__ = ["PATIENCE_S", "announce", "explained", "has_failed", "is_of_a_group"]
 
 logger = logging.getLogger("trine")
 
@@ -96,6 +96,12 @@ def announce(error: BaseException, rank: int) -> None:
     except (RuntimeError, ValueError) as lost:
         logger.debug("the group's store could not be told: %s", lost)
     _let_peers_know()
+
+
+def has_failed(rank: int) -> bool:
+    """Whether that rank left a sign. Raises what the group's store does where it does not answer."""
+    store = distributed.distributed_c10d._get_default_store()
+    return any(store.check([f"{kind}/{rank}"]) for kind in (_LAST_WORDS, _SIGN))
 
 
 def _last_words(ranks: int) -> dict[int, str]:

@@ -20,6 +20,7 @@ import torch
 from torch import distributed
 from torch.distributed.pipelining import PipelineStage
 
+from trine.optim.runtime.lost_ranks import has_failed
 from trine.record.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ __all__ = ["Form", "Forms", "Messages", "Worked"]
 
 #: (direction F, B, I or W; stage; micro-batch; start and end by perf_counter_ns)
 Worked = tuple[str, int, int, int, int]
+
+#: Between two looks for what a stage hands on, when it has not come soon.
+_PAUSE_S = 0.05
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
@@ -80,8 +84,8 @@ class Forms:
                 "follows from the batch's"
             )
 
-    def hear(self, stage: int, number: int) -> Form:
-        """Of the stage before; waits where it is new."""
+    def hear(self, stage: int, number: int, rank: int) -> Form:
+        """Of the stage before, which ``rank`` holds; waits where it is new. Raises ``DistError`` where that rank failed."""
         if (stage, number) not in self.known:
             store, key = _store(), self._key(stage, number)
             # Looked for again and again: a get that waits would keep this process's other threads from the store.
@@ -92,8 +96,10 @@ class Forms:
                         f"parallel.pipeline: stage {stage} did not say what it hands on in {store.timeout}: look at the log of "
                         "the rank that has it"
                     )
+                if pause >= _PAUSE_S and has_failed(rank):
+                    raise distributed.DistError(f"rank {rank} failed before it said what it hands on")
                 time.sleep(pause)
-                pause = min(2 * pause, 0.05)
+                pause = min(2 * pause, _PAUSE_S)
             self.known[stage, number] = Form.unpacked(store.get(key))
             store.delete_key(key)
         return self.known[stage, number]
@@ -158,7 +164,9 @@ class Messages(PipelineStage):
         """The hidden state from the stage before."""
         if self.is_first:
             return []
-        form = self._forms.hear(self.stage_index - 1, self.numbers[fwd_chunk_id])
+        place = self.stage_index_to_group_rank[self.stage_index - 1]
+        before = distributed.get_global_rank(self.group, place)
+        form = self._forms.hear(self.stage_index - 1, self.numbers[fwd_chunk_id], before)
         self._task.returned = form.returned
         buffer = torch.empty(form.shape, dtype=form.dtype, device=self.device)
         self._hidden[fwd_chunk_id] = buffer
