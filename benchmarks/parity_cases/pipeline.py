@@ -152,12 +152,4 @@ CASES = (
     ),
     Case("pipeline + packing on 2", {**_TWO, "data.packing": True}, ranks=2, data="documents"),
     Case("pipeline + offloaded optimizer on 2", {**_TWO, "offload.optimizer": "cpu"}, ranks=2),
-    Case(
-        "pipeline x zero 3 + int8 weights on 4",
-        {**_TWO, "zero.stage": 3, "zero.quantized_weights": True},
-        ranks=4,
-        dtype="float32",
-        tolerance=2e-2,
-        slow=True,
-    ),
 )
