@@ -164,8 +164,7 @@ class Messages(PipelineStage):
         """The hidden state from the stage before."""
         if self.is_first:
             return []
-        place = self.stage_index_to_group_rank[self.stage_index - 1]
-        before = distributed.get_global_rank(self.group, place)
+        before = self._resolve_peer_global_rank(self.stage_index - 1)
         form = self._forms.hear(self.stage_index - 1, self.numbers[fwd_chunk_id], before)
         self._task.returned = form.returned
         buffer = torch.empty(form.shape, dtype=form.dtype, device=self.device)
