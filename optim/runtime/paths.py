@@ -259,19 +259,23 @@ class Paths:
             )
 
     def told_of(self, error: BaseException) -> TrainingError | None:
-        """What an exception means here: ranks that are apart, or another that raised; ``None`` where it is this rank's own.
+        """What an exception means here: ranks that are apart, or another that raised; ``None`` where neither is known.
 
-        Others then learn that this rank failed.
+        Others then learn that this rank failed, if by itself: where its group failed, another rank is the reason.
         """
         if isinstance(error, TrainingError) and str(error) == self.verdict:
             return None
         said = self.verdict
-        if said is None and is_of_a_group(error):
+        of_a_group = is_of_a_group(error)
+        if said is None and of_a_group:
             said = self._store.explanation()
-        if said is None:
+        if said is not None:
+            return TrainingError(said)
+        if of_a_group:
+            self.busy = False
+        else:
             self.failed(error)
-            return None
-        return TrainingError(said)
+        return None
 
     def close(self) -> None:
         """Stop watching."""
