@@ -96,17 +96,22 @@ class CompileWatch:
             self._functions.add(name)
             if each.recompile_reason:
                 anew[name] = each
+        complaints = []
         for name, each in anew.items():
             self.recompiled[name] += 1
             gave_up = "recompile limit" in (each.fail_reason or "").lower()
             endless = self.recompiled[name] >= self._most and name not in self.warned
             if gave_up or endless:
                 self.warned.add(name)
-                logger.warning("%s", self._complaint(name, each, gave_up))
+                complaints.append(self._complaint(name, each, gave_up))
+        if complaints:  # a block is cut into many functions, which are compiled anew for one reason
+            others = len(complaints) - 1
+            also = f" (and {others} other function{'s' * (others > 1)} in this step)" if others else ""
+            logger.warning("%s%s", complaints[0], also)
 
     def _complaint(self, name: str, metrics: Any, gave_up: bool) -> str:
         reason = _reason_of(metrics)
-        shapes = "size mismatch" in reason or "dynamic" in reason or ".size()" in reason
+        shapes = any(words in reason for words in ("size mismatch", "dynamic", ".size()", "dtensor_spec"))
         way_out = (
             "give batches few shapes (data.shape_buckets, data.packing)"
             if shapes

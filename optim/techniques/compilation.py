@@ -102,10 +102,14 @@ def apply(assembly: Assembly) -> None:
 
 
 def _dynamic(assembly: Assembly) -> bool | None:
-    """Padded to buckets, shapes are few and worth their own code; PyTorch would make the second one dynamic."""
+    """Whether one code serves several shapes; ``None``: from the second shape on, which is PyTorch's own way.
+
+    Padded to buckets, shapes are few and worth their own code. Divided tensors must have it: Inductor of PyTorch 2.13
+    fails on DTensors of unknown sizes.
+    """
     buckets = assembly.config.data.shape_buckets
     if not buckets:
-        return None
+        return False if assembly.config.parallel.tensor > 1 else None
     import torch
 
     # PyTorch gives up after recompile_limit shapes of one function, and runs it uncompiled; one more for a last batch.

@@ -345,3 +345,10 @@ def test_a_devices_generator_is_left_as_it_was() -> None:
     torch.manual_seed(3)
     torch.randint(2**62, ())  # what a region takes of the processor's generator
     assert torch.equal(torch.rand(64, device=device), following[0])
+
+
+@pytest.mark.slow
+def test_compiled_blocks_take_rows_of_several_lengths(two_ranks: RankPool) -> None:
+    """PyTorch would make lengths dynamic from the second on, and fail on DTensors of unknown sizes."""
+    for differences in two_ranks.run("tensor_cases:lengths_compiled"):
+        assert max(map(abs, differences)) < 1e-5
