@@ -82,18 +82,19 @@ def techniques_of(config: Config) -> tuple[Technique, ...]:
 def refusals(config: Config) -> dict[str, str]:
     """Key path → why this version cannot apply what ``config`` says there. Empty: all of it can be."""
     answered = {key for technique in techniques() for key in technique.KEYS}
+    said = config.changes()
     if config.engine == "deepspeed":
         answered |= SAID
     found = {
         key: f"this version has no technique for {key}: take the key out"
-        for key in config.changes()
+        for key in said
         if key not in answered
     }
     for technique in techniques_of(config):
         reason = technique.refusal(config)
         if reason:
-            key = next(key for key in technique.KEYS if key in reason)
-            found[key] = reason
+            named = [key for key in technique.KEYS if key in reason]
+            found[next((key for key in named if key in said), named[0])] = reason
     return found
 
 

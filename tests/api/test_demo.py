@@ -120,10 +120,12 @@ class TestDemo:
         chosen = next(each for each in found if "compute.compile" in each.change)
         assert chosen.predicted is not None and chosen.predicted.mid == 2_000_000_000
 
-    def test_what_this_version_cannot_apply_is_named(self, demo: tuple[DemoResult, list[str]]) -> None:
-        found, skipped = self._candidates(demo, {"offload.optimizer": "cpu"}, mid_ns=10**9)
-        assert not any("offload.optimizer" in each.change for each in found)
-        assert any("offload.optimizer" in each.change and "no technique" in each.reason for each in skipped)
+    def test_what_cannot_be_applied_is_named(self, demo: tuple[DemoResult, list[str]]) -> None:
+        found, skipped = self._candidates(demo, {"parallel.schedule": "zbv"}, mid_ns=10**9)
+        assert not any("parallel.schedule" in each.change for each in found)
+        assert any(
+            "parallel.schedule" in each.change and "parallel.pipeline" in each.reason for each in skipped
+        )
 
     def _candidates(self, demo: tuple[DemoResult, list[str]], change: dict[str, Any], mid_ns: int) -> Any:
         gain = Gain(mid_ns // 2, mid_ns, mid_ns * 2)
