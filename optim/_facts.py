@@ -50,6 +50,12 @@ def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
         raise UsageError(
             f"all parameters of {type(model).__name__} are frozen: let one at least require gradients"
         )
+    lazy = [name for name, each in model.named_parameters() if torch.nn.parameter.is_lazy(each)]
+    if lazy:
+        raise UsageError(
+            f"{lazy[0]} has no shape yet: call the model on a batch, which makes its lazy modules, and make the optimizer "
+            "then"
+        )
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise UsageError(

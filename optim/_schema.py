@@ -32,6 +32,8 @@ class Key:
         """Raise ``UsageError`` that names ``path``, what it got and what it takes."""
         if (value is None and self.default is None) or (self.auto and value == "auto"):
             return
+        if not _can_be_spelt(value):  # numpy's numbers, tensors, bytes
+            raise UsageError(f"{path} takes {self._takes()}, not a {type(value).__name__}")
         if self.choices:
             if not any(value == choice and type(value) is type(choice) for choice in self.choices):
                 raise UsageError(f"{path} = {spell(value)}: it takes {self._takes()}{self._near(value)}")
@@ -94,6 +96,14 @@ def spell(value: Any) -> str:
     if value is None:
         return "none"
     raise UsageError(f"{value!r} cannot stand in a configuration")
+
+
+def _can_be_spelt(value: Any) -> bool:
+    try:
+        spell(value)
+    except UsageError:
+        return False
+    return True
 
 
 def foreign_name(path: str, value: Any) -> str | None:

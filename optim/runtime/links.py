@@ -166,7 +166,7 @@ def _measure(operation: Operation, device: torch.device, group: distributed.Proc
 def _prepared(
     operation: Operation, size: int, device: torch.device, group: distributed.ProcessGroup
 ) -> Callable[[], Any]:
-    tensor = torch.zeros(size // 4, device=device)
+    tensor = torch.zeros(size // 4, dtype=torch.float32, device=device)
     if operation == "all_reduce":
         return lambda: distributed.all_reduce(tensor, group=group)
     if operation == "broadcast":

@@ -112,7 +112,7 @@ def clip_gradients(
     with_gradients = [p for p in parameters if p.grad is not None]
     if not with_gradients and stages is None:
         return
-    like = _local(with_gradients[0].grad) if with_gradients else torch.zeros(())
+    like = _local(with_gradients[0].grad) if with_gradients else torch.zeros((), dtype=torch.float32)
     dimensions: dict[int, tuple[str, ...]] = {}
     by_sharding: dict[tuple[str, ...], tuple[list[Any], list[torch.Tensor]]] = {}
     for parameter in with_gradients:

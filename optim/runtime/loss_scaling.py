@@ -69,8 +69,8 @@ class LossScaler:
         if not gradients and self._agree_on is None:
             return True
         device = gradients[0].device if gradients else self._agree_on
-        found = torch.zeros((), device=device)
-        inverse = torch.full((), 1.0 / self._scale, device=device)
+        found = torch.zeros((), dtype=torch.float32, device=device)
+        inverse = torch.full((), 1.0 / self._scale, dtype=torch.float32, device=device)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for gradient in gradients:
             values = local(gradient)

@@ -184,8 +184,10 @@ def _part(gradient: torch.Tensor, whole: bool) -> torch.Tensor:
 
 def _count_on_cpu(gradients: list[torch.Tensor]) -> torch.Tensor:
     """One pass in C++ for all tensors of a type; multiplying by one changes no bit."""
-    found = torch.zeros(())
-    one = torch.ones(())
+    found = torch.zeros(
+        (), dtype=torch.float32, device="cpu"
+    )  # whatever the program's default dtype and device
+    one = torch.ones_like(found)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.layout != torch.strided or gradient.is_complex():
@@ -200,7 +202,7 @@ def _count_on_cpu(gradients: list[torch.Tensor]) -> torch.Tensor:
 def _flags(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """(gradients,): 1.0 where one is not finite. Does not synchronise."""
     if not gradients:
-        return torch.zeros(0, device=device)
+        return torch.zeros(0, dtype=torch.float32, device=device)
     norms = torch._foreach_norm([_values(gradient) for gradient in gradients], torch.inf)
     return (~torch.isfinite(torch.stack([norm.float() for norm in norms]))).float()
 

@@ -229,7 +229,7 @@ class Packer:
             packed["attention_mask"] = documents.mask()
         elif self.inputs == "bias":
             low = torch.finfo(torch.float32).min  # minus infinity would make a row without any target NaN
-            packed["attention_mask"] = torch.zeros(()).where(documents.mask(), low)
+            packed["attention_mask"] = torch.zeros((), dtype=torch.float32).where(documents.mask(), low)
 
 
 def _places(

@@ -75,7 +75,9 @@ def odd_dtypes(unit: nn.Module, but: Sequence[nn.Module] = ()) -> list[nn.Module
                 sizes[parameter.dtype] += parameter.numel()
     if len(sizes) < 2:
         return []
-    main = sizes.most_common(1)[0][0]
+    # What the unit holds itself cannot be apart from it, however little it is.
+    own = {p.dtype for p in unit.parameters(recurse=False) if p.requires_grad and p.dim()}
+    main = own.pop() if len(own) == 1 else sizes.most_common(1)[0][0]
     odd = []
     for module in modules:
         kinds = {p.dtype for p in module.parameters(recurse=False) if p.requires_grad and p.dim()}

@@ -12,6 +12,7 @@ from trine.record.errors import UsageError
 __all__ = [
     "require_by_element",
     "require_folder",
+    "require_no_gradient_hooks",
     "require_plain_gradients",
     "require_plain_layout",
     "require_ranks",
@@ -42,6 +43,18 @@ def require_plain_gradients(key: str, facts: Facts) -> None:
         raise UsageError(
             f"{key} takes dense gradients, and {sparse[0]} has sparse ones: set its sparse=False, or drop the key"
         )
+
+
+def require_no_gradient_hooks(key: str, facts: Facts) -> None:
+    """Raise ``UsageError`` for hooks on parameters that are to be replaced by parts of them: nobody would call them."""
+    for name, parameter in facts.model.named_parameters():
+        # PyTorch has no public way to ask for either.
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter._backward_hooks or after:
+            raise UsageError(
+                f"{key}: {name} has a hook on its gradient (register_hook), which would not run on a rank's part of it: "
+                "remove the hook, or take the key out"
+            )
 
 
 def require_plain_layout(key: str, facts: Facts, why: str, instead: str = "drop one of them") -> None:

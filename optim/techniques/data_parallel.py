@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
-from trine.optim.techniques._needs import require_plain_layout, require_ranks
+from trine.optim.techniques._needs import require_no_gradient_hooks, require_plain_layout, require_ranks
 from trine.optim.techniques.compilation import LEAST_BUCKET_MIB
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
@@ -74,6 +74,7 @@ def check(config: Config, facts: Facts) -> None:
         )
     if facts.layout.is_hybrid:
         _check_unwrapped(facts)
+        require_no_gradient_hooks(facts.layout.hybrid_key(), facts)
         return
     _check_whole(config, facts)
     replicas = config.parallel.data

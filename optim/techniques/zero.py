@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trine.optim.config import Config
 from trine.optim.layout import degrees, fitting
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
-from trine.optim.techniques._needs import require_plain_layout
+from trine.optim.techniques._needs import require_no_gradient_hooks, require_plain_layout
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
 
@@ -104,6 +104,8 @@ def check(config: Config, facts: Facts) -> None:
     _check_resharding(config, shards)
     _check_other_keys(config)
     _check_model(config, facts)
+    if stage > 1:
+        require_no_gradient_hooks(f"zero.stage = {stage}", facts)
     _check_wrapper(config, facts)
     _check_optimizer(config, facts)
 

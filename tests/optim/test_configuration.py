@@ -144,3 +144,11 @@ def test_configuring_imports_no_torch() -> None:
         "import trine; trine.Config; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("value", [b"2", object(), {2}, 2j])
+def test_values_that_toml_cannot_say_name_their_key(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"^parallel\.tensor takes a whole number, not a "):
+        Config().with_changes({"parallel.tensor": value})
+    with pytest.raises(UsageError, match=r"^engine takes "):
+        Config.from_dict({"engine": value})

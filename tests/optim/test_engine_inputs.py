@@ -145,6 +145,7 @@ def _on_meta() -> Any:
 SETTINGS: tuple[tuple[Any, str], ...] = (
     (lambda: _engine(model=_frozen()), "frozen"),
     (lambda: _engine(model=_on_meta()), "meta device"),
+    (lambda: _engine(model=torch.nn.Sequential(torch.nn.LazyLinear(2))), "0.weight has no shape yet"),
     (lambda: _engine(3), "loss_fn is a int"),
     (lambda: _engine(clip_norm=0), "clip_norm = 0"),
     (lambda: _engine(clip_norm=-1.0), "clip_norm = -1.0"),
@@ -156,6 +157,20 @@ SETTINGS: tuple[tuple[Any, str], ...] = (
     (lambda: trine.optimize(small(), torch.optim.SGD([torch.zeros(1)], lr=1), 3), "config is a int"),  # type: ignore[arg-type]
     (lambda: trine.Config.from_dict({"precision.dtype": "bf16"}), "the table precision with the key dtype"),
 )
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.float32))
+def test_whatever_the_default_dtype_of_the_program(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = small()
+        engine = trine.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=squared)
+        batch = tuple(each.to(dtype) if each.is_floating_point() else each for each in BATCH)
+        assert torch.isfinite(engine.train_step(batch))
+        engine.close()
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize(("call", "words"), SETTINGS, ids=[case[1] for case in SETTINGS])

@@ -83,7 +83,7 @@ class Compressed:
         """Losses are scaled, and steps that overflow are skipped: residuals change with taken steps only."""
 
         def loss_scale() -> float:
-            return float(scaler.scale(torch.ones(())))
+            return float(scaler.scale(torch.ones((), dtype=torch.float32)))
 
         self._loss_scale = loss_scale
         if self._scale is None:

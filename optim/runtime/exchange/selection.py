@@ -246,7 +246,7 @@ def _plans(name: str, costs: Costs | None, topology: Topology) -> Callable[[int]
 
 def _add_rate(device: torch.device) -> float:
     """Bytes of one operand that the slowest rank adds in a second; what of it is measured is 1 MiB, thrice."""
-    values = torch.zeros(2**18, device=device)
+    values = torch.zeros(2**18, dtype=torch.float32, device=device)
     best = math.inf
     for _ in range(3):
         if device.type != "cpu":

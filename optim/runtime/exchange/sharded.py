@@ -60,7 +60,7 @@ class ShardedExchange(Lossy):
     def follow(self, scaler: Scaler) -> None:
         """Losses are scaled, and steps that overflow are skipped."""
         self._scaler = scaler
-        self._scale = float(scaler.scale(torch.ones(())))
+        self._scale = float(scaler.scale(torch.ones((), dtype=torch.float32)))
         if self.residuals is not None:
             self.residuals.staged = True
 
@@ -69,7 +69,7 @@ class ShardedExchange(Lossy):
         self.settle(stepped)
         self._step += 1
         if self._scaler is not None and self.residuals is not None:
-            scale = float(self._scaler.scale(torch.ones(())))
+            scale = float(self._scaler.scale(torch.ones((), dtype=torch.float32)))
             if scale != self._scale:
                 self.residuals.rescale(scale / self._scale)
             self._scale = scale

@@ -31,7 +31,7 @@ def corrected(costs: Costs, names: Sequence[str], largest_bytes: int, device: to
     sums = {name: Selected([Range(1, name, 0.0)], costs, costs.topology, world) for name in names}
     factors: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for size in (SMALL_BYTES, _large(costs, names, largest_bytes)):
-        flat = torch.zeros(size // 4, device=device)
+        flat = torch.zeros(size // 4, dtype=torch.float32, device=device)
         times = []
         for _ in range(REPEATS + 1):  # the first one makes connections
             for name in names:

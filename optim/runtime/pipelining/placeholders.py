@@ -45,7 +45,9 @@ class Placeholder(nn.Module):
         super().__init__()
         self.name = name
         # No parameter: nobody is to train, save or shard it.
-        object.__setattr__(self, "witness", torch.zeros((), device=device, requires_grad=True))
+        object.__setattr__(
+            self, "witness", torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
+        )
 
     def zeros(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeros that hang on the witness; one number is all that they take."""

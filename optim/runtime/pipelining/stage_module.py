@@ -257,7 +257,7 @@ class Stage(nn.Module):
             return
         for key, parameter in list(copied._parameters.items()):
             if parameter is not None:
-                witness = torch.zeros((), device=self._device, requires_grad=True)
+                witness = torch.zeros((), dtype=torch.float32, device=self._device, requires_grad=True)
                 self._attributes[f"{prefix}{key}"] = witness
                 del copied._parameters[key]
                 copied.__dict__[key] = witness.to(parameter.dtype).expand(parameter.shape)

@@ -33,7 +33,9 @@ class Faults:
         """Raise on all ranks where any has failed. One all-reduce of one number, on ranks with a disk tier alone."""
         if not self._together:
             return
-        failed = torch.full((), float(self._first is not None), device=self._facts.device)
+        failed = torch.full(
+            (), float(self._first is not None), dtype=torch.float32, device=self._facts.device
+        )
         distributed.all_reduce(failed)
         if not float(failed):
             return
