@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import optim_cases
@@ -13,7 +14,17 @@ import trine
 from trine.record import events
 from trine.samples.gpt import loss_of
 
-__all__ = ["Odd", "Trained", "damaged", "flip", "on_ranks", "refused", "squares", "train"]
+__all__ = ["Odd", "Trained", "damaged", "disk", "flip", "on_ranks", "refused", "squares", "train", "whole"]
+
+
+def disk(folder: Path, **more: Any) -> dict[str, Any]:
+    """The optimizer's state on disk, in tiles far smaller than the tensors."""
+    return {"offload.optimizer": "nvme", "offload.path": str(folder), "offload.tile_mib": 0.01, **more}
+
+
+def whole(folder: Path) -> dict[str, Any]:
+    """The parameters with it."""
+    return disk(folder, **{"offload.parameters": "nvme"})
 
 
 class Odd(nn.Module):

@@ -1,11 +1,9 @@
-"""What the tests of ZeRO and checkpoints run on each rank; importable by spawned processes."""
+"""What the tests of ZeRO run on each rank; importable by spawned processes."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import optim_cases
@@ -155,6 +153,20 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 5e-4}]
 
 
+def made_engine(changes: dict[str, Any], dropout: float = 0.1, schedule: bool = True) -> Any:
+    model = optim_cases.small_gpt(dropout=dropout)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n) if schedule else None
+    return trine.optimize(
+        model,
+        optimizer,
+        trine.Config().with_changes(changes),
+        loss_fn=loss_of,
+        scheduler=scheduler,
+        clip_norm=1.0,
+    )
+
+
 def adopted(rank: int, name: str, stage: int, wrapped: bool) -> dict[str, Any]:
     """Adopt model and optimizer after four plain steps; schedulers hold the optimizer that was given."""
     data = optim_cases.batches(8, 8)
@@ -222,133 +234,6 @@ def optimizer_from_before(rank: int) -> dict[str, float]:
         least = min(float((a - b.detach().full_tensor()).norm() / a.norm().clamp(min=1.0)) for a, b in pairs)
         moved[who] = least
     return moved
-
-
-# --- models that are hard to shard -------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """Frozen, unused, scalar, tied, indivisible and buffer-carrying all at once."""
-
-    def __init__(self, frozen: bool = True) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.gates = nn.ParameterList(nn.Parameter(torch.tensor(0.5 + 0.1 * place)) for place in range(8))
-        self.idle = nn.Parameter(torch.tensor(1.0))
-        self.unused = nn.Linear(5, 5)
-        self.inputs = nn.Linear(6, 12)
-        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
-        self.shared = self.blocks[2]  # stands in the list and beside it
-        self.norm = nn.BatchNorm1d(12)
-        self.frozen = nn.Linear(12, 12)
-        self.frozen.requires_grad_(not frozen)
-        self.outputs = nn.Linear(12, 3)  # three rows: fewer than four ranks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inputs(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x)) * self.scale
-        for place, gate in enumerate(self.gates):
-            x = x + torch.sin((place + 1) * gate * x) / 8
-        x = self.frozen(self.norm(self.shared(x)))
-        result: torch.Tensor = self.outputs(x) * self.scale
-        return result
-
-
-def odd_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    x, y = batch
-    return functional.cross_entropy(model(x), y)
-
-
-def odd_batches(steps: int) -> Batches:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        (
-            torch.randn(16, 6, generator=generator, dtype=torch.float64),
-            torch.randint(0, 3, (16,), generator=generator),
-        )
-        for _ in range(steps)
-    ]
-
-
-def odd_model(seed: int = 0) -> Odd:
-    torch.manual_seed(seed)
-    return Odd().double()
-
-
-def odd_run(rank: int, changes: dict[str, Any], optimizer: str = "fused", seeds_apart: bool = False) -> Any:
-    """Losses by DDP (the control) and by ``changes``; the parameters' and the statistics' bits after each."""
-    found = []
-    for each in ({}, changes):
-        model = odd_model(rank if seeds_apart else 0)
-        stepper = OPTIMIZERS[optimizer](model.parameters())
-        config = trine.Config().with_changes(each)
-        given: nn.Module = model
-        if config.zero.stage < 2:
-            given = DistributedDataParallel(model, find_unused_parameters=True)
-        engine = trine.optimize(given, stepper, config, loss_fn=odd_loss, clip_norm=0.5)
-        share = ranks_of(odd_batches(6), rank)
-        losses = mean_over_ranks([float(engine.train_step(batch)) for batch in share])
-        model.eval()
-        with torch.no_grad():
-            held_out = float(odd_loss(engine.model, odd_batches(7)[6]))
-        found.append((losses, held_out, digest(model), model.norm.running_mean.tolist()))
-    return found
-
-
-class MixedBlock(nn.Module):
-    """A norm in fp64 after a matrix in fp32: FSDP2 alone asserts that a group has one dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.norm(self.linear(x).double()).float()
-        return result
-
-
-class Mixed(nn.Module):
-    """Two such blocks, and the like outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MixedBlock() for _ in range(2))
-        self.norm = nn.LayerNorm(8).double()
-        self.outputs = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        result: torch.Tensor = self.outputs(self.norm(x.double()).float())
-        return result
-
-
-def mixed_dtypes(rank: int, stage: int) -> tuple[list[float], list[float]]:
-    generator = torch.Generator().manual_seed(5)
-    batches = [
-        (torch.randn(8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator))
-        for _ in range(5)
-    ]
-    torch.manual_seed(1)
-    model = Mixed()
-    plain = plain_run(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches, odd_loss)
-    torch.manual_seed(1)
-    model = Mixed()
-    engine = trine.optimize(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), {"zero": {"stage": stage}}, loss_fn=odd_loss
-    )
-    return plain, mean_over_ranks([float(engine.train_step(b)) for b in ranks_of(batches, rank)])
-
-
-def other_models(rank: int) -> str:
-    """Ranks that bring different models."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4 + rank), nn.Linear(4 + rank, 4))
-    return refusal_of(
-        lambda: trine.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), {"zero": {"stage": 3}})
-    )
 
 
 # --- traps -------------------------------------------------------------------------------------
@@ -512,48 +397,6 @@ def refused_models(rank: int) -> list[str]:
     return [refusal_of(lambda m=m, o=o: trine.optimize(m, o, config)) for m, o in pairs]
 
 
-class Branching(nn.Module):
-    """Ranks that use different parameters in the same step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.outputs = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.outputs(x + self.branches[distributed.get_rank()](x))
-        return result
-
-
-def branches_apart(rank: int) -> tuple[list[float], list[float], float, str]:
-    """Losses by DDP and by stage 1; how far PyTorch's fully_shard is from them at once; what we say of stage 3."""
-    from torch.distributed.fsdp import fully_shard
-
-    from trine.optim.runtime.sharding import mesh_of
-
-    generator = torch.Generator().manual_seed(rank)
-    data = [
-        (torch.randn(4, 4, generator=generator), torch.randint(0, 2, (4,), generator=generator))
-        for _ in range(5)
-    ]
-
-    def made(stage: int) -> Any:
-        torch.manual_seed(0)
-        model = DistributedDataParallel(Branching(), find_unused_parameters=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return trine.optimize(model, optimizer, {"zero": {"stage": stage}}, loss_fn=odd_loss)
-
-    plain, ours = ([float(engine.train_step(batch)) for batch in data] for engine in (made(0), made(1)))
-    torch.manual_seed(0)
-    model = Branching()
-    for branch in model.branches:
-        fully_shard(branch, mesh=mesh_of("cpu", 1, 2))
-    fully_shard(model, mesh=mesh_of("cpu", 1, 2))
-    with torch.no_grad():
-        apart = abs(float(odd_loss(model, data[0])) - plain[0])
-    return plain, ours, apart, refusal_of(lambda: made(3))
-
-
 def refused_wrappers(rank: int) -> list[str]:
     """DistributedDataParallel with what FSDP2 could not take over."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -585,110 +428,3 @@ def automatic(rank: int, per_node: int) -> list[str]:
             model, torch.optim.SGD(model.parameters(), lr=0.1), trine.Config().with_changes(changes)
         )
     return [str(effect) for effect in engine.effects if effect.key == "parallel.shard"]
-
-
-# --- checkpoints -------------------------------------------------------------------------------
-
-
-def made_engine(changes: dict[str, Any], dropout: float = 0.1, schedule: bool = True) -> Any:
-    model = optim_cases.small_gpt(dropout=dropout)
-    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n) if schedule else None
-    return trine.optimize(
-        model,
-        optimizer,
-        trine.Config().with_changes(changes),
-        loss_fn=loss_of,
-        scheduler=scheduler,
-        clip_norm=1.0,
-    )
-
-
-def resumed(rank: int, changes: dict[str, Any], folder: str, in_memory: bool = False) -> Any:
-    """Losses and bits of the run that went on, and of one that was resumed in another engine."""
-    data = ranks_of(optim_cases.batches(7, 8), rank)
-    torch.manual_seed(100 + rank)
-    first = made_engine(changes)
-    for batch in first.steps(data[:4]):
-        first.train_step(batch)
-        if first.step_index == 3:  # inside the loop, after its fourth step
-            saved = _copied(first.state_dict()) if in_memory else first.save(folder)
-    went_on = [float(first.train_step(batch)) for batch in data[4:]]
-    second = made_engine(changes)
-    torch.manual_seed(7)
-    second.train_step(data[6])  # what it did before must not matter
-    if in_memory:
-        second.load_state_dict(saved)
-    else:
-        second.load(saved)
-    step = second.step_index
-    again = [float(second.train_step(batch)) for batch in data[4:]]
-    rates = [[group["lr"] for group in engine.optimizer.param_groups] for engine in (first, second)]
-    return step, went_on, again, digest(first.model), digest(second.model), rates
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_copied(value) for value in state)
-    return state
-
-
-def saved_by(rank: int, changes: dict[str, Any], folder: str) -> tuple[str, str, list[float]]:
-    """Train, save; the digests of model and moments, and the losses that follow on the whole batch."""
-    data = optim_cases.batches(6, 8)
-    engine = made_engine(changes, dropout=0.0)
-    for batch in ranks_of(data[:4], rank):
-        engine.train_step(batch)
-    engine.save(folder)
-    bits = digest(engine.model), moments(engine)
-    return *bits, mean_over_ranks([float(engine.train_step(b)) for b in ranks_of(data[4:], rank)])
-
-
-def loaded_by(rank: int, changes: dict[str, Any], folder: str) -> tuple[str, str, list[float], list[str]]:
-    """Another sharding reads it and goes on."""
-    data = optim_cases.batches(6, 8)
-    engine = made_engine(changes, dropout=0.0)
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trine").addHandler(handler)
-    try:
-        engine.load(folder)
-    finally:
-        logging.getLogger("trine").removeHandler(handler)
-    bits = digest(engine.model), moments(engine)
-    losses = mean_over_ranks([float(engine.train_step(b)) for b in ranks_of(data[4:], rank)])
-    return *bits, losses, [line for line in warned if "checkpoint" in line]
-
-
-def moments(engine: Any) -> str:
-    """Of the bits of every moment, in the names' order."""
-    found = hashlib.sha256()
-    for name, held in sorted(engine.parameters().items()):
-        for key, value in sorted(engine.optimizer.state[held].items()):
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found.update(f"{name}/{key}".encode() + value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def no_room_on_one_rank(rank: int, folder: str) -> tuple[str, bool]:
-    """Rank 1 cannot write: every rank says so, and what was there before is still whole."""
-    from unittest import mock
-
-    engine = made_engine({"zero.stage": 1})
-    engine.save(folder)
-    real = torch.save
-
-    def failing(*arguments: Any, **named: Any) -> Any:
-        if rank == 1:
-            raise OSError(28, "No space left on device")
-        return real(*arguments, **named)
-
-    with mock.patch("torch.save", failing):
-        said = refusal_of(lambda: engine.save(folder))
-    engine.load(folder)
-    return said, (Path(folder) / "trine.json").exists()

@@ -45,7 +45,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     two_ranks: RankPool, changes: dict[str, Any], in_memory: bool, tmp_path: Path
 ) -> None:
     """With dropout, a schedule, two groups and clipping."""
-    for found in two_ranks.run("zero_cases:resumed", changes, str(tmp_path / "run"), in_memory):
+    for found in two_ranks.run("resume_cases:resumed", changes, str(tmp_path / "run"), in_memory):
         step, went_on, again, bits, other, rates = found
         assert step == 4
         assert went_on == again and bits == other and rates[0] == rates[1]
@@ -54,7 +54,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_error_feedback_resumes(two_ranks: RankPool, tmp_path: Path) -> None:
     """Nearly bit for bit: residuals are saved so that they do not depend on buckets, which adds them up otherwise."""
     changes = {"communication.compression": "int8"}
-    for step, went_on, again, *_ in two_ranks.run("zero_cases:resumed", changes, str(tmp_path / "run")):
+    for step, went_on, again, *_ in two_ranks.run("resume_cases:resumed", changes, str(tmp_path / "run")):
         assert step == 4 and again == pytest.approx(went_on, rel=1e-6)
 
 
@@ -76,20 +76,20 @@ def test_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 def test_every_sharding_reads_every_other(two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    saved = two_ranks.run("zero_cases:saved_by", {"zero.stage": 3}, folder)[0]
+    saved = two_ranks.run("resume_cases:saved_by", {"zero.stage": 3}, folder)[0]
     readers: list[tuple[RankPool, dict[str, Any]]] = [
         (two_ranks, {}),
         (two_ranks, {"zero.stage": 1}),
         (four_ranks, {"zero.stage": 2, "parallel.shard": 2}),
     ]
     for pool, changes in readers:
-        by_rank = pool.run("zero_cases:loaded_by", changes, folder)
+        by_rank = pool.run("resume_cases:loaded_by", changes, folder)
         for rank, (bits, moments, losses, warned) in enumerate(by_rank):
             assert (bits, moments) == saved[:2]
             assert losses == pytest.approx(saved[2], rel=1e-5)
             assert bool(warned) == (pool is four_ranks and rank == 0)  # random streams are a rank's own
-    saved = four_ranks.run("zero_cases:saved_by", {"zero.stage": 1}, folder)[0]  # replaces the other
-    for bits, moments, losses, _ in two_ranks.run("zero_cases:loaded_by", {"zero.stage": 3}, folder):
+    saved = four_ranks.run("resume_cases:saved_by", {"zero.stage": 1}, folder)[0]  # replaces the other
+    for bits, moments, losses, _ in two_ranks.run("resume_cases:loaded_by", {"zero.stage": 3}, folder):
         assert (bits, moments) == saved[:2]
         assert losses == pytest.approx(saved[2], rel=1e-5)
 
@@ -98,7 +98,7 @@ def test_a_sharded_checkpoint_is_evaluated_in_one_process(two_ranks: RankPool, t
     from trine.optim.runtime.checkpoints import load_model
 
     folder = tmp_path / "run"
-    saved = two_ranks.run("zero_cases:saved_by", {"zero.stage": 3}, str(folder))[0]
+    saved = two_ranks.run("resume_cases:saved_by", {"zero.stage": 3}, str(folder))[0]
     model = optim_cases.small_gpt(seed=9)
     assert load_model(folder, model) == 4
     assert zero_cases.digest(model) == saved[0]
@@ -115,7 +115,7 @@ def test_a_sharded_checkpoint_is_evaluated_in_one_process(two_ranks: RankPool, t
 
 
 def test_a_rank_that_cannot_write_stops_all_and_harms_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
-    for said, still_there in two_ranks.run("zero_cases:no_room_on_one_rank", str(tmp_path / "run")):
+    for said, still_there in two_ranks.run("resume_cases:no_room_on_one_rank", str(tmp_path / "run")):
         assert "No space left on device" in said and "\n" not in said
         assert still_there
 

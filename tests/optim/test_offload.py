@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -15,20 +14,16 @@ import optim_cases
 import pytest
 import torch
 from lazy_copies import LazyCopier
+from offload_cases import disk, whole
 from rank_pool import RankPool
 from torch import nn
 
 import trine
-from trine.optim.runtime.tiers import block_parameters, files, tiled_step
-from trine.optim.runtime.tiers.files import TierFile, checksum_of
-from trine.record.errors import TrainingError, UsageError
+from trine.optim.runtime.tiers import block_parameters, tiled_step
+from trine.record.errors import UsageError
 from trine.samples.gpt import loss_of
 
 CPU = {"offload.optimizer": "cpu", "offload.tile_mib": 0.01}
-
-
-def disk(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"offload.optimizer": "nvme", "offload.path": str(folder), "offload.tile_mib": 0.01, **more}
 
 
 def by_heat(folder: Path) -> dict[str, Any]:
@@ -39,10 +34,6 @@ def by_heat(folder: Path) -> dict[str, Any]:
         "offload.device_bytes": 400_000,
         "offload.cpu_bytes": 300_000,
     }
-
-
-def whole(folder: Path) -> dict[str, Any]:
-    return disk(folder, **{"offload.parameters": "nvme"})
 
 
 # --- the same bits -----------------------------------------------------------------------------
@@ -223,12 +214,11 @@ def test_two_ranks_beside_other_techniques(two_ranks: RankPool, tmp_path: Path) 
 
 def planned(run: offload_cases.Trained) -> dict[str, float]:
     """Bytes that the plan states, by tier."""
-    words = next(effect for effect in run.effects if effect.startswith("offload plan"))
-    body = words.split("→ ")[1]
-    found = {}
-    for tier in ("device", "host", "disk"):
-        parts = body.split(f"{tier} ")
-        found[tier] = float(parts[1].split(" MiB")[0]) * 2**20 if len(parts) > 1 else 0.0
+    found = dict.fromkeys(("device", "host", "disk"), 0.0)
+    for tier in found:
+        for effect in run.effects:
+            if effect.startswith(f"offload plan, {tier}: "):
+                found[tier] = float(effect.split("→ ")[1].split(" MiB")[0]) * 2**20
     return found
 
 
@@ -246,8 +236,8 @@ def test_bytes_are_those_of_the_plan(which: str, tmp_path: Path) -> None:
     for tier, metric in (("device", "device_bytes"), ("host", "cpu_bytes"), ("disk", "disk_bytes")):
         measured = last[f"offload/{metric}"]
         assert abs(measured - plan[tier]) <= 0.05 * plan[tier], (tier, measured, plan)
-    moved = next(effect for effect in run.effects if effect.startswith("offload plan"))
     if which != "tiles alone":
+        moved = next(effect for effect in run.effects if effect.startswith("offload plan, traffic"))
         stated = float(moved.split("a step moves ")[1].split(" MiB")[0]) * 2**20
         assert abs(last["offload/moved_bytes"] - stated) <= 0.05 * stated, (last, moved)
 
@@ -256,9 +246,9 @@ def test_the_heat_decides(tmp_path: Path) -> None:
     run = offload_cases.train(by_heat(tmp_path))
     plan = planned(run)
     assert plan["device"] <= 400_000 and plan["host"] <= 300_000 and plan["disk"] > 0
-    words = next(effect for effect in run.effects if effect.startswith("offload plan"))
-    assert "host" in words and "parameters" in words.split("host")[1].split(";")[0]
-    assert "parameters" not in words.split("disk ")[1].split(")")[0]  # colder things are there
+    words = {effect.partition(": ")[0]: effect for effect in run.effects}
+    assert "parameters" in words["offload plan, host"]
+    assert "parameters" not in words["offload plan, disk"]  # colder things are there
 
 
 @pytest.mark.slow
@@ -289,170 +279,6 @@ def test_what_is_on_disk_is_not_in_memory(tmp_path: Path) -> None:
     moments = 2 * 6 * 1025 * 1024 * 4
     saved = resident({"offload.tile_mib": 1.0}) - resident(disk(tmp_path, **{"offload.tile_mib": 1.0}))
     assert saved > 0.7 * moments, saved / moments
-
-
-# --- the file ----------------------------------------------------------------------------------
-
-
-def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
-    for changes, what, words in (
-        (disk(tmp_path), "state", ["blocks.0.norm1.bias's exp_avg"]),
-        (whole(tmp_path), "parameters", ["blocks.1.attention.qkv.weight's values"]),
-    ):
-        said, kind, refused = offload_cases.damaged(0, changes, 0, what)
-        assert kind == "DamagedTier" and issubclass(files.DamagedTier, TrainingError)
-        assert all(word in said for word in [*words, str(tmp_path), "elements 0 to", "checkpoint"]), said
-        assert "\n" not in said
-        assert refused or what == "parameters"  # parameters are as they were: the step may be tried again
-        assert offload_cases.damaged(0, changes, None, what) == ("", "", False)  # the healthy control
-
-
-@pytest.mark.parametrize("what", ["state", "parameters"])
-def test_a_flipped_byte_on_one_rank_stops_all(what: str, two_ranks: RankPool, tmp_path: Path) -> None:
-    changes = whole(tmp_path)
-    (own, kind, _), (other, others_kind, _) = two_ranks.run("offload_cases:damaged", changes, 0, what)
-    assert kind == others_kind == "DamagedTier"
-    assert "is not what was written there" in own
-    assert other.startswith("rank 0 has lost a part of the run's state") and own in other
-    assert two_ranks.run("offload_cases:damaged", changes, None, what) == [("", "", False)] * 2
-
-
-def test_a_damaged_state_is_not_saved(tmp_path: Path) -> None:
-    model = optim_cases.small_gpt(layers=4)
-    engine = trine.optimize(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        trine.Config().with_changes(disk(tmp_path)),
-        loss_fn=loss_of,
-    )
-    engine.train_step(optim_cases.batches(1, 4)[0])
-    engine.save(tmp_path / "good")
-    offload_cases.flip(engine, "state")
-    with pytest.raises(TrainingError, match="is not what was written there"):
-        engine.save(tmp_path / "bad")
-    assert not (tmp_path / "bad").exists()
-    engine.close()
-
-
-def test_a_full_disk_is_found_at_once_with_its_bytes(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    model = optim_cases.small_gpt()
-    # A limit on the file's size fails as a full disk does: where space is reserved.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(
-            UsageError, match=r"offload\.path = .*\d+ bytes are needed there and \d+ are free"
-        ) as raised:
-            offload_cases.train(disk(tmp_path), model)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
-    offload_cases.train(disk(tmp_path), model)  # there is room again
-
-
-def test_a_disk_that_fails_while_it_is_written_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(files.os, "pwrite", fail)
-    with pytest.raises(TrainingError, match=r"cannot be written: Input/output error"):
-        offload_cases.train(disk(tmp_path))
-
-
-def test_closing_ends_the_threads_and_leaves_a_model_that_works(tmp_path: Path) -> None:
-    before = threading.active_count()
-    model = optim_cases.small_gpt(layers=4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = trine.optimize(model, optimizer, trine.Config().with_changes(whole(tmp_path)), loss_fn=loss_of)
-    data = optim_cases.batches(3, 4)
-    engine.train_step(data[0])
-    assert list(tmp_path.iterdir()) == []  # the file has no name
-    assert threading.active_count() > before
-    engine.close()
-    assert threading.active_count() == before
-    loss_of(model, data[1]).backward()  # PyTorch's own loop goes on from there
-    optimizer.step()
-    plain = optim_cases.small_gpt(layers=4)
-    stepper = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for batch in data[:2]:
-        loss_of(plain, batch).backward()
-        stepper.step()
-        stepper.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-SCRIPT = """
-import os, signal, sys
-import torch, trine
-sys.path.insert(0, sys.argv[1])
-import optim_cases
-from trine.samples.gpt import loss_of
-model = optim_cases.small_gpt()
-engine = trine.optimize(
-    model, torch.optim.AdamW(model.parameters()),
-    {"offload": {"optimizer": "nvme", "parameters": "nvme", "path": sys.argv[2]}}, loss_fn=loss_of,
-)
-engine.train_step(optim_cases.batches(1, 8)[0])
-print(len(os.listdir(sys.argv[2])), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(Path(__file__).resolve().parents[1]), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert (found.returncode, found.stdout) == (-9, "0\n"), found.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("size", [1, 7, 8, 4096, 600_001])
-def test_checksums_see_every_kind_of_damage(size: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-    good = checksum_of(data)
-    assert checksum_of(data.clone()) == good
-    for place in {0, size // 2, size - 1}:
-        for bit in (0, 7):
-            damaged = data.clone()
-            damaged[place] ^= 1 << bit
-            assert checksum_of(damaged) != good
-    assert checksum_of(torch.zeros_like(data)) != checksum_of(torch.zeros(size + 1, dtype=torch.uint8))
-    if size > 4096:  # pages that changed places, and one that was not written
-        swapped = torch.cat([data[4096:8192], data[:4096], data[8192:]])
-        assert checksum_of(swapped) != good
-        words = 8 * (1 << 16)
-        assert checksum_of(torch.cat([data[words:], data[:words]])) != good
-        stale = data.clone()
-        stale[4096:8192] = 0
-        assert checksum_of(stale) != good
-
-
-def test_a_region_tells_the_programs_writes_from_damage(tmp_path: Path) -> None:
-    file = TierFile(tmp_path, 8192)
-    region = file.take("weight", "exp_avg", torch.empty(8, 16), torch.float32)
-    region.fill(torch.ones(8, 16), [(0, 64), (64, 128)])
-    buffer = torch.empty(256, dtype=torch.uint8)
-    region.tensor.mul_(3.0)
-    region.notice()
-    region.read(64, 128, buffer)
-    assert bool((buffer.view(torch.float32) == 3.0).all())
-    region.write(0, 64, torch.full((64,), 5.0).view(torch.uint8))
-    assert bool((region.tensor[:4] == 5.0).all())  # the mapping shows what was written
-    region.tensor.numpy()[7, 15] = 4.0
-    region.notice()
-    with pytest.raises(files.DamagedTier, match="elements 64 to 128 of weight's exp_avg"):
-        region.read(64, 128, buffer)
-    region.read(0, 64, buffer)
-    file.close()
 
 
 # --- checkpoints -------------------------------------------------------------------------------

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lazy_copies import LazyCopier
 from rank_pool import RankPool
 from torch import nn
 from torch.nn import functional
@@ -25,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import trine
 from trine.optim.runtime import saved_tensors
 from trine.optim.runtime.disk import Disk
-from trine.optim.runtime.host_memory import BufferPool, HostMemory
+from trine.optim.runtime.host_memory import HostMemory
 from trine.optim.runtime.low_precision import DTYPES, LowPrecision
 from trine.optim.runtime.saved_tensors import SavedTensors, Store
-from trine.record.errors import TrainingError, UsageError
+from trine.record.errors import UsageError
 
 CPU = torch.device("cpu")
 OFFLOAD = {"offload.activations": "cpu"}
@@ -319,155 +313,6 @@ def test_hooks_of_somebody_else_are_left_in_charge_where_we_only_count() -> None
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         engine.train_step(optim_cases.batches(1, 4)[0])
     assert packed
-
-
-# --- files and buffers -------------------------------------------------------------------------
-
-
-def test_a_slow_disk_slows_the_forward_and_memory_stays_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda *a: (time.sleep(0.005), real(*a))[1])
-    store = Disk(CPU, tmp_path, staged_bytes=200_000)
-    tensors = [torch.randn(10_000) for _ in range(40)]
-    entries = []
-    for tensor in tensors:
-        entries.append(store.put(tensor))
-        assert store.host_bytes <= 200_000 + 4 * 45_056
-    for tensor, entry in zip(reversed(tensors), reversed(entries), strict=True):
-        assert torch.equal(entry.get(), tensor)
-    entries.clear()
-    del entry
-    store.close()
-
-
-def test_the_file_has_no_name_and_closing_ends_the_threads(tmp_path: Path) -> None:
-    before = threading.active_count()
-    model = optim_cases.small_gpt()
-    engine = trine.optimize(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        trine.Config().with_changes(disk(tmp_path)),
-        loss_fn=memory_cases.loss_of,
-    )
-    engine.train_step(optim_cases.batches(1, 4)[0])
-    assert list(tmp_path.iterdir()) == []
-    assert threading.active_count() > before
-    engine.close()
-    assert threading.active_count() == before
-
-
-def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A limit on the file's size fails as a full disk does: where space is reserved.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
-    try:
-        with pytest.raises(TrainingError, match=r"offload\.path = .* needs \d+ more.*make room") as raised:
-            memory_cases.train(disk(tmp_path))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "\n" not in str(raised.value)
-    memory_cases.train(disk(tmp_path))  # there is room again
-
-
-SCRIPT = """
-import os, signal, sys
-import torch, trine
-sys.path.insert(0, sys.argv[1])
-import optim_cases
-from trine.samples.gpt import loss_of
-model = optim_cases.small_gpt()
-engine = trine.optimize(
-    model, torch.optim.SGD(model.parameters(), lr=0.1),
-    {"offload": {"activations": "nvme", "path": sys.argv[2]}}, loss_fn=loss_of,
-)
-engine.train_step(optim_cases.batches(1, 8)[0])
-print(len(os.listdir(sys.argv[2])), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(Path(__file__).resolve().parents[1]), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert (found.returncode, found.stdout) == (-9, "0\n"), found.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_write_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    store = Disk(CPU, tmp_path, staged_bytes=1)
-    monkeypatch.setattr(os, "pwrite", fail)
-    with pytest.raises(TrainingError, match=r"offload\.path.*cannot be written: Input/output error"):
-        for _ in range(10):
-            store.put(torch.randn(5000))
-    monkeypatch.undo()
-    store.close()
-
-
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_copies_beside_the_computation_are_waited_for(where: str, tmp_path: Path) -> None:
-    """The same code that runs on CUDA streams, with copies that happen as late as they may."""
-
-    def gradients(store: Store | None) -> tuple[torch.Tensor, int]:
-        model = optim_cases.small_gpt(layers=4, dropout=0.1)
-        saved = hooks(store, model)
-        torch.manual_seed(0)
-        for batch in optim_cases.batches(2, 4):
-            with saved():
-                loss = memory_cases.loss_of(model, batch)
-            loss.backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()]), saved.held_bytes
-
-    copier = LazyCopier()
-    store = HostMemory(CPU, copier) if where == "cpu" else Disk(CPU, tmp_path, copier=copier)
-    ours, held = gradients(store)
-    assert torch.equal(ours, gradients(None)[0])
-    assert copier.done > 100 and held == 0
-    store.close()
-
-
-def test_a_copy_that_is_not_waited_for_would_show() -> None:
-    copier = LazyCopier()
-    copier.wait = lambda event, stream: None  # type: ignore[method-assign]
-    host = HostMemory(CPU, copier)
-    x = torch.randn(5000)
-    assert not torch.equal(host.put(x).get(), x)
-
-
-def test_what_is_changed_while_it_is_copied_is_an_error() -> None:
-    host = HostMemory(CPU, LazyCopier())
-    x = torch.randn(5000)
-    entry = host.put(x)
-    x.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        entry.get()
-
-
-@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=30))
-def test_buffers_are_large_enough_and_used_again(sizes: list[int]) -> None:
-    pool = BufferPool(pinned=False)
-    for size in sizes:
-        buffer = pool.take(size)
-        assert buffer.numel() >= size
-        pool.give_back(buffer)
-    before = pool.total_bytes
-    again = pool.take(sizes[-1])
-    assert pool.total_bytes == before
-    pool.give_back(again)
-    assert pool.total_bytes <= 3 * (max(sizes) + 4096)
 
 
 # --- refusals ----------------------------------------------------------------------------------

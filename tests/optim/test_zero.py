@@ -107,7 +107,7 @@ def test_an_optimizer_from_before_sharding_still_trains(two_ranks: RankPool) -> 
 def test_an_odd_model_trains_as_under_ddp(four_ranks: RankPool, changes: dict[str, Any]) -> None:
     """Frozen, unused, scalar, shared and indivisible parameters, and running statistics."""
     optimizer = "fused" if changes["zero.stage"] != 2 else "adamw"
-    for control, ours in four_ranks.run("zero_cases:odd_run", changes, optimizer):
+    for control, ours in four_ranks.run("hard_to_shard_cases:odd_run", changes, optimizer):
         if "accumulation.steps" not in changes:  # batch norms see micro-batches
             assert max(abs(a - b) for a, b in zip(control[0], ours[0], strict=True)) <= 1e-10
             assert ours[3] == pytest.approx(control[3], rel=1e-12)
@@ -117,25 +117,25 @@ def test_an_odd_model_trains_as_under_ddp(four_ranks: RankPool, changes: dict[st
 def test_every_rank_starts_as_rank_0(two_ranks: RankPool) -> None:
     """As under DistributedDataParallel. FSDP2 alone would piece a model together from differently seeded ranks."""
     for stage in (1, 3):
-        answers = two_ranks.run("zero_cases:odd_run", {"zero.stage": stage}, "adamw", True)
+        answers = two_ranks.run("hard_to_shard_cases:odd_run", {"zero.stage": stage}, "adamw", True)
         for control, ours in answers:
             assert max(abs(a - b) for a, b in zip(control[0], ours[0], strict=True)) <= 1e-10
         assert answers[0][1][2] == answers[1][1][2]
 
 
 def test_ranks_with_different_models_are_told(two_ranks: RankPool) -> None:
-    assert all("differs between ranks" in said for said in two_ranks.run("zero_cases:other_models"))
+    assert all("differs between ranks" in said for said in two_ranks.run("hard_to_shard_cases:other_models"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_of_several_dtypes(two_ranks: RankPool, stage: int) -> None:
-    for plain, ours in two_ranks.run("zero_cases:mixed_dtypes", stage):
+    for plain, ours in two_ranks.run("hard_to_shard_cases:mixed_dtypes", stage):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
 def test_ranks_that_use_different_blocks(two_ranks: RankPool) -> None:
     """FSDP2 would gather one rank's block into another's, without a word."""
-    for plain, ours, apart, said in two_ranks.run("zero_cases:branches_apart"):
+    for plain, ours, apart, said in two_ranks.run("hard_to_shard_cases:branches_apart"):
         assert ours == pytest.approx(plain, rel=1e-5)
         assert apart > 1e-3
         assert "zero.stage = 3 and find_unused_parameters = True" in said
