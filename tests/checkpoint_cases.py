@@ -277,3 +277,25 @@ def plain_engine() -> Any:
     """One process, for what needs no ranks."""
     model = zero_cases.optim_cases.small_gpt()
     return trine.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss_of)
+
+
+def running_statistics(rank: int, changes: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
+    """Of a batch norm before two ranks' checkpoint, on this rank, and after it was loaded."""
+
+    def made() -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        config = trine.Config().with_changes(changes)
+        loss_fn = lambda model, batch: model(batch).square().mean()
+        return model, trine.optimize(model, optimizer, config, loss_fn=loss_fn)
+
+    model, engine = made()
+    engine.train_step(torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)))
+    engine.save(folder)
+    before = model[1].running_mean.tolist()  # type: ignore[index]
+    engine.close()
+    model, engine = made()
+    engine.load(folder)
+    engine.close()
+    return before, model[1].running_mean.tolist()  # type: ignore[index]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly, Stateful
 
 __all__ = [
+    "buffer_names",
     "common_state",
     "first_name",
     "local",
@@ -80,6 +81,12 @@ def model_tensors(model: nn.Module, first_names: Mapping[str, str] | None = None
             plain = plain_name(name)
             found.setdefault(f"model/{(first_names or {}).get(plain, plain)}", value.detach())
     return found
+
+
+def buffer_names(assembly: Assembly) -> list[str]:
+    """``model/NAME`` of the buffers: what of the model ranks may hold alike and with other values."""
+    named = assembly.model.named_buffers(remove_duplicate=False)
+    return [f"model/{first_name(assembly, name)}" for name, _ in named]
 
 
 def match_twins(assembly: Assembly) -> None:

@@ -11,12 +11,12 @@ import logging
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from trine.optim.runtime.checkpoints.description import (
@@ -32,6 +32,7 @@ from trine.optim.runtime.checkpoints.integrity import Writer, flush_folder, writ
 from trine.optim.runtime.checkpoints.parts import Part, SavePlanner, parts_of
 from trine.optim.runtime.checkpoints.ranks import Ranks
 from trine.optim.runtime.training_state import (
+    buffer_names,
     common_state,
     names_by_group,
     own_state,
@@ -181,17 +182,34 @@ def _plan(
     planner: SavePlanner, partial: Path, assembly: Assembly, ranks: Ranks, plans: Plans, what: str
 ) -> None:
     """DCP's plan of who writes what: made by rank 0, which is told what each rank holds."""
-    found = ranks.gathered(lambda: (planner.plan, names_by_group(assembly)), what)
+    found = ranks.gathered(lambda: (planner.plan, names_by_group(assembly), buffer_names(assembly)), what)
     made: list[SavePlan] = []
 
     def globally() -> None:
         results = ranks.results(found)
-        finished, plans.metadata = planner.create_global_plan([plan for plan, _ in results])
+        buffers = {name for _, _, names in results for name in names}
+        finished, plans.metadata = planner.create_global_plan(
+            _buffers_of_the_first([plan for plan, _, _ in results], buffers)
+        )
         made.extend(Writer(partial).prepare_global_plan(finished))
-        plans.names = _union([names for _, names in results])
+        plans.names = _union([names for _, names, _ in results])
 
     ranks.first(globally, what)
     plans.mine = ranks.scattered(made)
+
+
+def _buffers_of_the_first(plans: list[SavePlan], buffers: set[str]) -> list[SavePlan]:
+    """The plans with each buffer in that of the first rank which has it.
+
+    Of what several ranks hold DCP has any of them write it, by size. Running statistics of batch norms differ between
+    ranks, and the first's are those that all take over before the next forward.
+    """
+    seen: set[MetadataIndex] = set()
+    kept: list[SavePlan] = []
+    for plan in plans:
+        kept.append(replace(plan, items=[item for item in plan.items if item.index not in seen]))
+        seen.update(item.index for item in plan.items if item.index.fqn in buffers)
+    return kept
 
 
 def _union(by_rank: list[list[list[str]]]) -> list[list[str]]:
