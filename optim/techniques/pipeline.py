@@ -66,6 +66,7 @@ def check(config: Config, facts: Facts) -> None:
     if config.parallel.pipeline == 1:
         return
     _check_other_keys(config)
+    _check_router_loss(facts)
     from trine.optim.runtime.pipelining.plan import plan_of
 
     plan = plan_of(config, facts)
@@ -120,6 +121,19 @@ def _check_other_keys(config: Config) -> None:
             'compute.compile = "model" and parallel.pipeline cannot be combined: a stage leaves the model\'s forward midway. '
             'Use compute.compile = "blocks"'
         )
+
+
+def _check_router_loss(facts: Facts) -> None:
+    """Transformers adds the routers' balance loss of all blocks to the model's where its configuration says so."""
+    for module in facts.model.modules():
+        settings = getattr(module, "config", None)
+        for each in (settings, getattr(settings, "text_config", None)):
+            if getattr(each, "output_router_logits", False) is True:
+                raise UsageError(
+                    "parallel.pipeline and output_router_logits=True of the model's configuration cannot be combined: the "
+                    "balance loss is computed on the last stage, and the routers of others would not be in it. Set "
+                    "output_router_logits=False, or drop parallel.pipeline"
+                )
 
 
 def _tell(assembly: Assembly, plan: Plan) -> None:

@@ -188,6 +188,25 @@ def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], said: str) -> No
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_balance_loss_of_transformers_is_refused(nested: bool) -> None:
+    from types import SimpleNamespace
+
+    from trine.optim.techniques import pipeline
+
+    for weighs in (True, False):  # the second is the sound one
+        settings = SimpleNamespace(output_router_logits=weighs)
+        facts: Any = SimpleNamespace(model=_gpt(4))
+        facts.model.config = SimpleNamespace(text_config=settings) if nested else settings
+        if not weighs:
+            pipeline._check_router_loss(facts)
+            continue
+        with pytest.raises(
+            UsageError, match="output_router_logits=True of the model's configuration cannot be combined"
+        ):
+            pipeline._check_router_loss(facts)
+
+
 def test_models_without_one_list_of_blocks_are_refused() -> None:
     from torch import nn
 
