@@ -48,15 +48,23 @@ _SHAPE_NAMES = {
 
 
 def unwrap(model: Any) -> Any:
-    """The user's own module inside DistributedDataParallel and torch.compile."""
+    """The user's own module inside DistributedDataParallel, torch.compile and a pipeline's stage."""
     for _ in range(8):
         inner = getattr(model, "_orig_mod", None)
+        if inner is None:
+            inner = getattr(model, "_pipeline_model", None) or _first_stage(model)
         if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
             inner = getattr(model, "module", None)
         if inner is None:
             return model
         model = inner
     return model
+
+
+def _first_stage(model: Any) -> Any:
+    """Of a rank that holds several."""
+    named = model.named_children() if isinstance(model, torch.nn.Module) else ()
+    return next((child for name, child in named if name.startswith("_pipeline_stage_")), None)
 
 
 def model_facts(
@@ -72,7 +80,7 @@ def model_facts(
     if sequence is not None:
         shape["sequence"] = sequence
     return {
-        "class": " + ".join(type(unwrap(model)).__name__ for model in models),
+        "class": " + ".join(_class_name(unwrap(model)) for model in models),
         "parameters": count,
         "parameters_without_embedding": count - sum(p.numel() for p in embedding),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
@@ -81,6 +89,14 @@ def model_facts(
         "optimizer_bytes": sum(bytes_of_optimizer(optimizer) for optimizer in optimizers) or None,
         "shape": shape,
     }
+
+
+def _class_name(model: Any) -> str:
+    """Of the program's class: FSDP2 and its replicas give a module a class that they derive from its own."""
+    kind = type(model)
+    while kind.__name__ in (f"{prefix}{kind.__bases__[-1].__name__}" for prefix in ("FSDP", "Replicate")):
+        kind = kind.__bases__[-1]
+    return kind.__name__
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:

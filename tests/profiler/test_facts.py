@@ -32,6 +32,29 @@ class Language(torch.nn.Module):
             self.head.weight = self.embedding.weight
 
 
+def test_the_class_is_the_programs() -> None:
+    class Stage(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._pipeline_model = Language(False)
+
+    class ReplicateConvolution(torch.nn.Linear):
+        """A name of the program's own."""
+
+    stage = Stage()
+    language = Language(False)
+    language.__class__ = type("FSDPLanguage", (Language,), {})
+    replica = Stage()
+    replica.__class__ = type("ReplicateStage", (Stage,), {})
+    several = torch.nn.Module()
+    several.add_module("_pipeline_stage_1", Stage())
+    for model in (stage, replica, language, several):
+        known = facts.model_facts([model], [], None)
+        assert known is not None and known["class"] == "Language"
+    known = facts.model_facts([ReplicateConvolution(2, 2)], [], None)
+    assert known is not None and known["class"] == "ReplicateConvolution"
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_shared_embedding_is_multiplied_by_and_counts(tied: bool) -> None:
     model = Language(tied)
