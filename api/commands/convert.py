@@ -28,6 +28,12 @@ SUMMARY = "a configuration of DeepSpeed or Accelerate as one of Trine, or back"
 
 _BY_SUFFIX = {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".toml": "trine"}
 
+#: What the JSON says of clipping is not the program's, and nobody would notice.
+_CLIPPING = (
+    "to do: gradient_clipping is written as 0.0, which clips nothing, for a Trine configuration leaves clipping to the "
+    "loop: set it to your norm, and drop clip_grad_norm_, or clip_norm of trine.optimize, from the loop"
+)
+
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``trine convert``."""
@@ -61,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.to == "deepspeed":
         text = json.dumps(to_deepspeed(imported.config), indent=2) + "\n"
         _tell(imported)
+        print(_CLIPPING, file=sys.stderr)
     else:
         text = imported.to_toml()
     if arguments.output is None:

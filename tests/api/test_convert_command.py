@@ -39,6 +39,7 @@ def test_there_and_back_through_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["convert", str(source), "-o", str(toml)]) == 0
     assert "to do: pass clip_norm=1.0" in capsys.readouterr().err
     assert main(["convert", str(toml), "--to", "deepspeed", "-o", str(back)]) == 0
+    assert "to do: gradient_clipping is written as 0.0" in capsys.readouterr().err
     written = json.loads(back.read_text())
     assert written["zero_optimization"] == {"stage": 2} and written["bf16"] == {"enabled": True}
     assert main(["convert", str(back), "--from", "deepspeed"]) == 0
