@@ -159,18 +159,17 @@ def bytes_beside_plan(folder: str, mib: float = 48, tile_mib: float = 2, steps: 
                 run.step(number)
         finally:
             run.engine.close()
-        words = next(str(effect) for effect in run.engine.effects if effect.key == "offload plan")
+        plan = {effect.key: effect.after for effect in run.engine.effects}
         for tier, metric in (("device", "device_bytes"), ("host", "cpu_bytes"), ("disk", "disk_bytes")):
-            planned = _planned(words, tier)
+            planned = _planned(plan.get(f"offload plan, {tier}", ""))
             measured = run.metrics[f"offload/{metric}"]
             if planned or measured:
                 found.append(Bytes(name, tier, planned, measured))
     return found
 
 
-def _planned(words: str, tier: str) -> float:
-    parts = words.split("→ ")[1].split(f"{tier} ")
-    return float(parts[1].split(" MiB")[0]) * 2**20 if len(parts) > 1 else 0.0
+def _planned(words: str) -> float:
+    return float(words.split(" MiB")[0]) * 2**20 if words else 0.0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -228,20 +228,26 @@ class Tiers(Planning):
                 if self._tile_bytes == float("inf")
                 else f"{self._tile_bytes / _MIB:.3g} MiB of parameters"
             )
-            after = f"{self.step.tiles} tiles of {tile}"
+            after = f"{self.step.tiles} {'tile' if self.step.tiles == 1 else 'tiles'} of {tile}"
             note = f"{self.step.slabs_bytes / _MIB:.3g} MiB of buffers"
             note += ", transfer and update one after the other" if config.overlap is False else ""
             effects.append(Effect("offload.tile_mib", "one step of all parameters", after, note))
-        effects.append(Effect("offload plan", "all on the device", self._described(), self._predicted()))
+        self._say_plan()
 
-    def _described(self) -> str:
-        parts = []
-        for tier in ("device", "cpu", "nvme"):
+    def _say_plan(self) -> None:
+        """A line a tier, and one of what travels between them."""
+        effects = self._assembly.effects
+        for tier, name in _TIER_NAMES.items():
             kinds = {kind: size for kind, size in self.plan.bytes.get(tier, {}).items() if size}
             if kinds:
                 listed = ", ".join(f"{kind} {size / _MIB:.4g}" for kind, size in kinds.items())
-                parts.append(f"{_TIER_NAMES[tier]} {self.plan.of(tier) / _MIB:.4g} MiB ({listed})")
-        return "; ".join(parts)
+                before = "everything" if tier == "device" else "nothing"
+                effects.append(
+                    Effect(f"offload plan, {name}", before, f"{self.plan.of(tier) / _MIB:.4g} MiB", listed)
+                )
+        traffic = self._predicted()
+        if traffic:
+            effects.append(Effect("offload plan, traffic", "nothing moves", traffic))
 
     def _predicted(self) -> str:
         copied, on_disk = self.predicted_bytes()
