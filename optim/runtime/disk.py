@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -45,7 +46,8 @@ class Disk(HostMemory):
         self._file = tempfile.TemporaryFile(dir=folder, prefix="trine-activations-", buffering=0)  # noqa: SIM115
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="trine-disk")
         self._writing: deque[OnDisk] = deque()
-        self._free: list[tuple[int, int]] = []  # (bytes, offset)
+        self._free: list[tuple[int, int]] = []  # (bytes, offset), the smallest first
+        self._returned: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._lock = threading.Lock()
         #: Bytes that the file takes.
         self.file_bytes = 0
@@ -54,6 +56,9 @@ class Disk(HostMemory):
         """(bytes, offset) of a place in the file. Raises ``TrainingError`` where it cannot grow."""
         rounded = -(-size // _PAGE) * _PAGE
         with self._lock:
+            while not self._returned.empty():
+                self._free.append(self._returned.get())
+            self._free.sort()
             for position, (free, _) in enumerate(self._free):
                 if rounded <= free <= 2 * rounded:
                     return self._free.pop(position)
@@ -65,10 +70,8 @@ class Disk(HostMemory):
             return rounded, self.file_bytes - rounded
 
     def give_extent(self, extent: tuple[int, int]) -> None:
-        """To be written again."""
-        with self._lock:
-            self._free.append(extent)
-            self._free.sort()
+        """To be written again. Takes no lock: finalizers call it, wherever a garbage collection runs."""
+        self._returned.put(extent)
 
     def write(self, entry: OnDisk) -> None:
         """Begin to write; waits where too many bytes are waiting already."""

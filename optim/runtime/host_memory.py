@@ -10,7 +10,6 @@ On a CPU the same code copies within memory: nothing is gained, and everything c
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
@@ -20,10 +19,11 @@ from typing import Any, TypeVar
 import torch
 
 from trine.optim.runtime.activation_schedule import Link
+from trine.optim.runtime.buffer_pool import BufferPool
 from trine.optim.runtime.checkpointed import moves_now
 from trine.optim.runtime.tensor_pool import TensorPool, empty_flat
 
-__all__ = ["BufferPool", "ByPlan", "Copier", "HostMemory", "Line", "Offloaded", "Timed"]
+__all__ = ["ByPlan", "Copier", "HostMemory", "Line", "Offloaded", "Timed"]
 
 _Result = TypeVar("_Result")
 
@@ -33,50 +33,6 @@ IN_FLIGHT = 4
 AHEAD = 3
 #: Times that a link is measured; the fastest counts.
 PROBES = 3
-_PAGE = 4096
-
-
-class BufferPool:
-    """Byte buffers in the host's memory, kept for the next step: pinning costs a millisecond a mebibyte.
-
-    Safe to use from several threads.
-    """
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-        self._free: list[tuple[torch.Tensor, Any]] = []  # by size; with what the device must have done first
-        self._lock = threading.Lock()
-        #: Bytes of all buffers, in use or not.
-        self.total_bytes = 0
-
-    def take(self, size: int) -> torch.Tensor:
-        """A buffer of at least ``size`` bytes, uint8; the smallest that fits, if it is less than twice as large."""
-        with self._lock:
-            found = next(
-                (at for at, (free, _) in enumerate(self._free) if size <= free.numel() <= 2 * size), -1
-            )
-            if found >= 0:
-                buffer, event = self._free.pop(found)
-            else:
-                # Batches of other lengths would fill memory with buffers that fit none: the small ones go first.
-                waste = sum(free.numel() for free, _ in self._free)
-                while self._free and 2 * waste > self.total_bytes:
-                    gone = self._free.pop(0)[0].numel()
-                    waste -= gone
-                    self.total_bytes -= gone
-                rounded = -(-size // _PAGE) * _PAGE
-                self.total_bytes += rounded
-        if found >= 0:
-            if event is not None:
-                event.synchronize()
-            return buffer
-        return torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def give_back(self, buffer: torch.Tensor, event: Any = None) -> None:
-        """To be used again, by the host once ``event`` has happened on the device."""
-        with self._lock:
-            self._free.append((buffer, event))
-            self._free.sort(key=lambda free: free[0].numel())
 
 
 class Copier:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from lazy_copies import LazyCopier
 
 import trine
+from trine.optim.runtime.buffer_pool import BufferPool
 from trine.optim.runtime.disk import Disk
-from trine.optim.runtime.host_memory import BufferPool, HostMemory
+from trine.optim.runtime.host_memory import HostMemory
 from trine.optim.runtime.saved_tensors import SavedTensors, Store
 from trine.record.errors import TrainingError
 
@@ -144,3 +145,18 @@ def test_buffers_are_large_enough_and_used_again(sizes: list[int]) -> None:
     assert pool.total_bytes == before
     pool.give_back(again)
     assert pool.total_bytes <= 3 * (max(sizes) + 4096)
+
+
+def test_a_finalizer_does_not_wait_for_a_lock(tmp_path: Path) -> None:
+    """A garbage collection runs wherever memory is asked for, also on the thread that holds the lock."""
+    store = Disk(CPU, tmp_path)
+    entries = [store.put(torch.randn(5000))]
+    entries[0].get()
+    dropping = threading.Thread(target=entries.clear, daemon=True)
+    with store._lock, store.pool._lock:
+        dropping.start()
+        dropping.join(0.5)
+        waited = dropping.is_alive()
+    dropping.join(5)
+    store.close()
+    assert not waited

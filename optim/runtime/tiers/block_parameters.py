@@ -23,7 +23,8 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trine.optim.runtime.host_memory import BufferPool, Copier, CudaCopier
+from trine.optim.runtime.buffer_pool import BufferPool
+from trine.optim.runtime.host_memory import Copier, CudaCopier
 from trine.optim.runtime.tiers.faults import Faults
 from trine.optim.runtime.tiers.files import DamagedTier, Region, TierFile
 from trine.optim.runtime.tiers.slots import is_dense
