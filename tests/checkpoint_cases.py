@@ -189,6 +189,24 @@ def short_of_room(rank: int, folder: str, limited: int | None) -> dict[str, Any]
     return found
 
 
+def copy_failure(rank: int, folder: str, failing: int) -> dict[str, Any]:
+    """Rank ``failing`` has no memory for the copy of what it is to write in the background."""
+    from trine.optim.runtime.checkpoints.background import Background
+
+    engine = zero_cases.made_engine({"zero.stage": 1})
+    engine.train_step(zero_cases.ranks_of(zero_cases.optim_cases.batches(1, 8), rank)[0])
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    copy = fails if rank == failing else Background._copy
+    with mock.patch.object(Background, "_copy", copy):
+        said = zero_cases.refusal_of(lambda: engine.save(folder, asynchronous=True))
+    path = engine.save(folder, asynchronous=True).result(60)  # the control
+    engine.close()
+    return {"said": said, "path": str(path)}
+
+
 # --- going on ----------------------------------------------------------------------------------
 
 

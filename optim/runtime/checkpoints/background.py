@@ -81,9 +81,10 @@ class Background:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def begin(self, job: Job) -> Saving:
-        """Copy what this rank writes, then write it in the background."""
+        """Copy what this rank writes, then write it in the background. Raises on every rank where one has no memory for it."""
         assert job.plans.mine is not None
-        self._copy(job.planner, [item.index for item in job.plans.mine.items])
+        indices = [item.index for item in job.plans.mine.items]
+        self.ranks.all(lambda: self._copy(job.planner, indices), job.what)
         future: Future[Path] = Future()
         # Not a daemon: the process waits for it when it ends.
         thread = threading.Thread(target=self._run, args=(job, future), name="trine-checkpoint")
