@@ -107,7 +107,7 @@ def optimizer_of(case: Case, model: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.cache
 def _plain_losses(
     dtype: str,
     optimizer: str,

@@ -10,6 +10,7 @@ __all__ = ["CASES"]
 
 #: One rank repeats the plain run's dropout; two ranks draw their own, so they go without.
 _DROPOUT = {"dropout": 0.1, "layers": 4}
+_FUSED = {"compute.fuse": ["bias_dropout_residual", "mlp", "norm"]}
 _CHECKPOINTING = (
     Case("checkpointing full", {"checkpointing.mode": "full"}, tolerance=0.0, model=_DROPOUT),
     Case(
@@ -137,26 +138,16 @@ _MEMORY_TOGETHER = (
         tolerance=2e-3,
         model=_DROPOUT,
     ),
-    Case(
-        "fused regions + checkpointing selective",
-        {"compute.fuse": ["bias_dropout_residual", "mlp", "norm"], "checkpointing.mode": "selective"},
-        dtype="float32",
-        tolerance=1e-5,
-        slow=True,
-    ),
-    Case(
-        "fused regions + activations on the cpu",
-        {"compute.fuse": ["bias_dropout_residual", "mlp", "norm"], "offload.activations": "cpu"},
-        dtype="float32",
-        tolerance=1e-5,
-        slow=True,
-    ),
-    Case(
-        "compile blocks + checkpointing full",
-        {"compute.compile": "blocks", "checkpointing.mode": "full"},
-        dtype="float32",
-        tolerance=1e-5,
-        slow=True,
+    *(
+        Case(name, changes, dtype="float32", tolerance=1e-5, slow=True)
+        for name, changes in (
+            ("fused regions + checkpointing selective", {**_FUSED, "checkpointing.mode": "selective"}),
+            ("fused regions + activations on the cpu", {**_FUSED, "offload.activations": "cpu"}),
+            (
+                "compile blocks + checkpointing full",
+                {"compute.compile": "blocks", "checkpointing.mode": "full"},
+            ),
+        )
     ),
     Case(
         "compile blocks + checkpointing selective",

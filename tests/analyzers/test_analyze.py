@@ -67,6 +67,7 @@ def test_a_reader_that_dies_costs_its_own_rank_alone(reader, workers: int, words
     assert any(words in note.message for note in analysis.data_quality)
 
 
+@pytest.mark.slow
 def test_a_reader_that_hangs_is_given_up() -> None:
     job = job_of(pool_readers.read_for_ever, pool_readers.read_plain)
     outcomes = {

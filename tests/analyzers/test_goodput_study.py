@@ -328,6 +328,7 @@ def broken_off(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_is_seen_as_one(broken_off: Path) -> None:
     assert attempt_folder(broken_off, 2).is_dir()
     analysis = trine.analyze(trine.load(broken_off))

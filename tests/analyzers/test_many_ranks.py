@@ -49,6 +49,7 @@ def waits(analysis: Analysis) -> list[int]:
     return [rank.communication.wait_ns for rank in analysis.ranks if rank.communication is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_the_benchmark_prints_its_table(data: Path) -> None:
     traces = data / "traces" / "kineto" / "torchrec_straggler_v100"

@@ -93,6 +93,7 @@ def test_a_straggler_is_found_and_named(tmp_path: Path) -> None:
     assert 0.15 <= found["straggler"]["evidence"]["cost_ns"] / analysis["step_time_ns"]["median"] <= 0.75
 
 
+@pytest.mark.slow
 def test_a_slow_loader_is_found(tmp_path: Path) -> None:
     train(tmp_path / "run", "loader")
     analysis = explain(tmp_path / "run")

@@ -295,6 +295,7 @@ def test_under_torchrun_every_rank_is_recorded(tmp_path: Path, natural: bool) ->
         assert {group.ranks for group in rank.groups} == {(0, 1)}
 
 
+@pytest.mark.slow
 def test_a_started_child_is_recorded_by_nobody_and_not_broken(tmp_path: Path) -> None:
     write(
         tmp_path,

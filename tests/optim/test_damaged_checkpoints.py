@@ -105,6 +105,7 @@ def test_a_later_step_is_left_alone_and_told(tmp_path: Path, caplog: pytest.LogC
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow(tmp_path: Path) -> None:
     # Ranks of its own: their store is a file too, and that of ranks that live longer is larger than what is allowed.
     ranks = RankPool(tmp_path)

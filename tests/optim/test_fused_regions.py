@@ -301,7 +301,9 @@ def test_the_logits_are_never_whole() -> None:
 # --- in a live model ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fuse", [[name] for name in UNCOMPILED] + [UNCOMPILED])
+@pytest.mark.parametrize(
+    "fuse", [*(pytest.param([name], marks=pytest.mark.slow) for name in UNCOMPILED), UNCOMPILED]
+)
 def test_the_sample_trains_the_same(fuse: list[str]) -> None:
     shape = {"dropout": 0.2}
     plain, model = optim_cases.train_plain(steps=6, double=True, model_changes=shape)

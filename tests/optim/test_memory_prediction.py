@@ -67,6 +67,7 @@ def test_the_allocator_saw_what_the_ledger_counted(two_ranks: RankPool, name: st
         assert counted <= events <= 1.02 * counted
 
 
+@pytest.mark.slow
 def test_shards_of_many_ranks_follow_the_formula() -> None:
     few, many = (predicted({"zero.stage": 3}, ranks) for ranks in (2, 32))
     assert few.resident_bytes["optimizer_state"] > 8 * many.resident_bytes["optimizer_state"]
