@@ -151,12 +151,15 @@ def test_a_finalizer_does_not_wait_for_a_lock(tmp_path: Path) -> None:
     """A garbage collection runs wherever memory is asked for, also on the thread that holds the lock."""
     store = Disk(CPU, tmp_path)
     entries = [store.put(torch.randn(5000))]
-    entries[0].get()
+    entries[0].written.result()
+    other = store.put(torch.randn(5000))  # the store lets go of what is written
     dropping = threading.Thread(target=entries.clear, daemon=True)
     with store._lock, store.pool._lock:
         dropping.start()
         dropping.join(0.5)
         waited = dropping.is_alive()
     dropping.join(5)
+    assert store._returned.get(timeout=5)  # the entry is gone
+    del other
     store.close()
     assert not waited
