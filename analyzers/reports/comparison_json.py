@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 
-from trine.analyzers.comparison import Comparison, Difference, Side
+from trine.analyzers.comparison import Comparison, Side
 from trine.analyzers.reports._changes import difference_to_dict
 
 __all__ = ["comparison_to_dict", "render_json"]
+
+# Fields that are called the same in the JSON.
+_STEP_TIME = ("ratio", "low", "high", "confidence", "minimum_effect", "smallest_change", "power")
+_METRIC = ("name", "first", "second", "first_values", "second_values", "more_is_better")
+_CAUSE = ("kind", "name", "first_ns", "second_ns", "change_ns", "share", "first_calls", "second_calls")
+_DIFFERENCE = ("name", "first", "second")
 
 
 def render_json(comparison: Comparison) -> str:
@@ -21,43 +27,11 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, object]:
     return {
         "schema": "trine.comparison/1",
         "verdict": comparison.verdict,
-        "step_time": None
-        if ratio is None
-        else {
-            "ratio": ratio.ratio,
-            "low": ratio.low,
-            "high": ratio.high,
-            "confidence": ratio.confidence,
-            "minimum_effect": ratio.minimum_effect,
-            "smallest_change": ratio.smallest_change,
-            "power": ratio.power,
-        },
+        "step_time": None if ratio is None else _fields(ratio, _STEP_TIME),
         "first": _side_to_dict(comparison.first),
         "second": _side_to_dict(comparison.second),
-        "metrics": [
-            {
-                "name": m.name,
-                "first": m.first,
-                "second": m.second,
-                "first_values": list(m.first_values),
-                "second_values": list(m.second_values),
-                "more_is_better": m.more_is_better,
-            }
-            for m in comparison.metrics
-        ],
-        "causes": [
-            {
-                "kind": c.kind,
-                "name": c.name,
-                "first_ns": c.first_ns,
-                "second_ns": c.second_ns,
-                "change_ns": c.change_ns,
-                "share": c.share,
-                "first_calls": c.first_calls,
-                "second_calls": c.second_calls,
-            }
-            for c in comparison.causes
-        ],
+        "metrics": [_fields(metric, _METRIC) for metric in comparison.metrics],
+        "causes": [_fields(cause, _CAUSE) for cause in comparison.causes],
         "difference": difference_to_dict(comparison.difference),
         "findings": None
         if comparison.findings is None
@@ -72,8 +46,8 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, object]:
             }
             for f in comparison.findings
         ],
-        "environment": [_difference_to_dict(d) for d in comparison.environment],
-        "configuration": [_difference_to_dict(d) for d in comparison.configuration],
+        "environment": [_fields(each, _DIFFERENCE) for each in comparison.environment],
+        "configuration": [_fields(each, _DIFFERENCE) for each in comparison.configuration],
         "notes": list(comparison.notes),
     }
 
@@ -97,8 +71,7 @@ def _side_to_dict(side: Side) -> dict[str, object]:
     }
 
 
-def _difference_to_dict(difference: Difference) -> dict[str, object]:
-    return {"name": difference.name, "first": difference.first, "second": difference.second}
-
-
-# --- words and lines ---------------------------------------------------------------------------
+def _fields(value: object, names: tuple[str, ...]) -> dict[str, object]:
+    """Its fields of these names, as they are called in the JSON."""
+    found = {name: getattr(value, name) for name in names}
+    return {name: list(each) if isinstance(each, tuple) else each for name, each in found.items()}
