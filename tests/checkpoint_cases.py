@@ -190,7 +190,8 @@ def short_of_room(rank: int, folder: str, limited: int | None) -> dict[str, Any]
 
 
 def copy_failure(rank: int, folder: str, failing: int) -> dict[str, Any]:
-    """Rank ``failing`` has no memory for the copy of what it is to write in the background."""
+    """Rank ``failing`` has no memory for the copy of what it is to write in the background, or for what it reads."""
+    from trine.optim.runtime.checkpoints import reading
     from trine.optim.runtime.checkpoints.background import Background
 
     engine = zero_cases.made_engine({"zero.stage": 1})
@@ -203,8 +204,11 @@ def copy_failure(rank: int, folder: str, failing: int) -> dict[str, Any]:
     with mock.patch.object(Background, "_copy", copy):
         said = zero_cases.refusal_of(lambda: engine.save(folder, asynchronous=True))
     path = engine.save(folder, asynchronous=True).result(60)  # the control
+    with mock.patch.object(reading, "empty_slots", fails if rank == failing else reading.empty_slots):
+        unread = zero_cases.refusal_of(lambda: engine.load(folder))
+    engine.load(folder)
     engine.close()
-    return {"said": said, "path": str(path)}
+    return {"said": said, "path": str(path), "unread": unread}
 
 
 # --- going on ----------------------------------------------------------------------------------

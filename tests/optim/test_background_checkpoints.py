@@ -35,12 +35,11 @@ def test_a_failure_is_told_once_on_every_rank(two_ranks: RankPool, tmp_path: Pat
     assert not list(tmp_path.glob("*.previous"))
 
 
-def test_a_rank_without_memory_for_its_copy_is_told_on_every_rank(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_rank_without_memory_is_told_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     for found in two_ranks.run("checkpoint_cases:copy_failure", str(tmp_path / "run"), 1):
         assert "cannot write the checkpoint" in found["said"] and "out of memory" in found["said"]
         assert found["path"] == str(tmp_path / "run")
+        assert "cannot read the checkpoint" in found["unread"] and "out of memory" in found["unread"]
 
 
 def test_closing_waits_for_it(two_ranks: RankPool, tmp_path: Path) -> None:

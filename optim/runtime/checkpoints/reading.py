@@ -172,9 +172,10 @@ def _load(
             [name for names in group for name in names] for group in zip(*(n for _, n in found), strict=True)
         ]
         require_same_groups(assembly, ours, common)
+        slots.update(empty_slots(assembly, source.saved))  # one rank alone may have no memory for it
 
+    slots: dict[str, Any] = {}
     ranks.all(compare, what, UnreadableInput)
-    slots = empty_slots(assembly, source.saved)
     wanted.update((full, each[0].value) for full, each in slots.items())
     begins()
     planner = LoadPlanner(parts_of(wanted, reordered_state(assembly, wanted)))
