@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
-import socket
 import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import spawned_ranks
 import torch
 from torch import distributed
 
@@ -188,19 +187,7 @@ def failing(algorithm: str, ranks: int, fault: str | None, timeout_s: float) -> 
 
     ``fault``: the last rank ``dies`` in the middle of its second step's exchange, or ``hangs`` there, or ``None``.
     """
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = [
-        context.Process(
-            target=_fail, args=(rank, ranks, port, results, algorithm, fault, timeout_s), daemon=True
-        )
-        for rank in range(ranks)
-    ]
-    for worker in workers:
-        worker.start()
+    workers, results = spawned_ranks.start(ranks, _fail, algorithm, fault, timeout_s)
     found: dict[int, tuple[str, float]] = {}
     try:
         for _ in range(ranks if fault is None else ranks - 1):

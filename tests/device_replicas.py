@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 from typing import Any
+
+import spawned_ranks
 
 __all__ = ["losses_on_devices"]
 
 
 def losses_on_devices(ranks: int, configurations: list[dict[str, Any]], seconds: float = 240) -> list[Any]:
     """By rank, for each configuration: losses, effects, and a checksum of the parameters."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = [
-        context.Process(target=_train, args=(rank, ranks, port, results, configurations), daemon=True)
-        for rank in range(ranks)
-    ]
-    for worker in workers:
-        worker.start()
+    workers, results = spawned_ranks.start(ranks, _train, configurations)
     try:
         found = dict(results.get(timeout=seconds) for _ in range(ranks))
     finally:

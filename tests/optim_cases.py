@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
-import socket
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+
+import spawned_ranks
 
 TEXT = b"".join(
     bytes(f"def function_{n}(x):\n    return x * {n} + {n * n % 17}\n", "ascii") for n in range(600)
@@ -88,17 +88,7 @@ def train_plain(
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
     """What ``function(rank, ranks, *arguments)`` returns on each rank of a gloo group, by rank."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = [
-        context.Process(target=_rank, args=(rank, ranks, port, results, function, arguments), daemon=True)
-        for rank in range(ranks)
-    ]
-    for worker in workers:
-        worker.start()
+    workers, results = spawned_ranks.start(ranks, _rank, function, arguments)
     try:
         found: dict[int, Any] = {}
         for _ in range(ranks):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import statistics
 import time
 from datetime import timedelta
 from typing import Any
 
+import spawned_ranks
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -122,17 +121,7 @@ def cost(rank: int, ranks: int, changes: dict[str, Any], steps: int) -> tuple[fl
 
 def on_ranks(ranks: int, function: str, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
     """What a function of this module returns on each rank of a gloo group that nobody uses afterwards, by rank."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = [
-        context.Process(target=_rank, args=(rank, ranks, port, results, function, arguments), daemon=True)
-        for rank in range(ranks)
-    ]
-    for worker in workers:
-        worker.start()
+    workers, results = spawned_ranks.start(ranks, _rank, function, arguments)
     try:
         found = dict(results.get(timeout=timeout_s) for _ in workers)
     finally:
