@@ -39,7 +39,7 @@ FAIR_STEPS = 3
 #: Share of the step at stake from which on a fault is clear with fewer.
 CLEAR_SEVERITY = 0.3
 
-#: Exposed communication, as a share of the step, that is said where nothing else can be.
+#: Exposed communication, as a share of the step, that is said although no fault is found in it.
 MUCH_EXPOSED = 0.25
 
 #: How a verdict names each fault.
@@ -96,6 +96,9 @@ def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
         reason = _why_unknown(facts)
         return Verdict(f"What bounds this run cannot be said: {reason}.", None, "low", centre, points)
     seen = f"{percent(compute)} of the {facts.unit} is computation"
+    exposed = _exposed_by_phase(facts)
+    if exposed is not None and exposed >= MUCH_EXPOSED:
+        seen += f" and {percent(exposed)} communication that it does not hide"
     bound = "computation" if compute >= COMPUTE_BOUND else None
     head = f"No fault found; {seen}" + (", which bounds it" if bound else "")
     if best is not None:
@@ -223,6 +226,12 @@ def _exposed_share(facts: Facts) -> float | None:
         and rank.unrecorded is None
     ]
     return typical(shares, float)
+
+
+def _exposed_by_phase(facts: Facts) -> float | None:
+    """Exposed communication of the typical rank: from phases over all steps, else from the breakdown."""
+    seen = facts.part(lambda rank: rank.phase("exposed_communication"))
+    return seen.share if seen is not None else _exposed_share(facts)
 
 
 def _compute_share(facts: Facts) -> float | None:

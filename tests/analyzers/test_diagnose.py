@@ -21,7 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trine.analyzers.diagnose import diagnose
+from trine.analyzers.findings import gather
 from trine.analyzers.results import Analysis, CheckItem, Hardware, MemorySummary, Mfu, NamedTime
+from trine.analyzers.verdict import verdict
 from trine.record.model import Quality
 
 
@@ -43,6 +45,14 @@ def test_a_healthy_run_is_bound_by_computation_and_nothing_is_promised() -> None
     verdict = diagnose(build()).verdict
     assert verdict.bound_by == "computation"
     assert "No fault found" in verdict.sentence and "no change" in verdict.sentence
+
+
+@pytest.mark.parametrize(("exposed", "said"), [(0.45, True), (0.1, False)])
+def test_much_exposed_communication_is_said_though_no_fault_is_found(exposed: float, said: bool) -> None:
+    ranks = [rank_result(r, steps=steps_table(shares(exposed_communication=exposed))) for r in (0, 1)]
+    sentence = verdict(gather(build(ranks)), ()).sentence
+    assert "No fault found" in sentence
+    assert ("45 % communication that it does not hide" in sentence) is said
 
 
 def test_nothing_is_said_where_nothing_was_seen() -> None:
