@@ -122,7 +122,7 @@ def clip_gradients(
         dimensions[id(held)] = _dimensions(parameter.grad)
         if id(parameter) not in elsewhere:
             held.append(_local(parameter.grad))
-    total = torch.zeros((), dtype=like.dtype, device=like.device)
+    total = _square([], like)
     # One order on all ranks, by dimensions: names of groups sort differently on others, which would then wait for each
     # other in turn, and add in another order.
     for groups, held in sorted(by_sharding.values(), key=lambda kind: dimensions[id(kind[1])]):
@@ -170,6 +170,8 @@ def _dimensions(gradient: Any) -> tuple[str, ...]:
 
 
 def _square(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    # Never in half precision: in fp16 the square of a norm above 256 is infinite, and clipping would zero every gradient.
+    dtype = torch.promote_types(like.dtype, torch.float32)
     if not tensors:
-        return torch.zeros((), dtype=like.dtype, device=like.device)
-    return torch.nn.utils.get_total_norm(tensors).square().to(like.dtype)
+        return torch.zeros((), dtype=dtype, device=like.device)
+    return torch.nn.utils.get_total_norm(tensors).to(dtype).square()
