@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trine.optim._inputs import require_count, require_loss, weighed
 from trine.optim._override import current_override
-from trine.optim.batches import pieces_of, size_of, tensors_of, to_device
+from trine.optim.batches import Divisible, pieces_of, size_of, tensors_of, to_device
 from trine.optim.layout import layout_of
 from trine.record.errors import UsageError
 
@@ -97,7 +97,8 @@ class Staged:
         whole = sum(samples) if len(pieces) > 1 else samples[0]
 
         def losses(model: Any, piece: Any, position: int) -> torch.Tensor:
-            loss, weight, counted = self._loss_of(model, piece, samples[position] / whole)
+            result = self._call(model, piece)
+            loss, weight, counted = self._weighed(result, piece, samples[position] / whole, len(pieces))
             scaled, guard = self._update.weigh(loss, weight, counted)
             if guard is not None:
                 pipeline.guard(position, guard)
@@ -108,13 +109,22 @@ class Staged:
         assert group is not None
         self._update.share(pipeline.last_rank, group)
 
-    def _loss_of(self, model: Any, piece: Any, share: float) -> tuple[torch.Tensor, Any, bool]:
+    def _call(self, model: Any, piece: Any) -> Any:
+        """What the program's loss function returns of a micro-batch."""
         assert self._loss_fn is not None
         piece = to_device(piece, self._facts.device)
         if self._assembly.part is not None:
             piece = self._assembly.part(piece)
         with self._contexts():
-            result = self._loss_fn(model, piece)
+            return self._loss_fn(model, piece)
+
+    def _weighed(self, result: Any, piece: Any, share: float, pieces: int) -> tuple[torch.Tensor, Any, bool]:
+        """Loss, weight and whether that is a count of tokens; ``share`` of the samples where none is given."""
+        if pieces > 1 and isinstance(piece, Divisible) and not isinstance(result, tuple):
+            raise UsageError(
+                "data.packing with micro-batches: they hold different numbers of tokens, and the mean of their means is "
+                "another loss: have loss_fn return (mean loss, token count)"
+            )
         loss, weight, counted = weighed(result, share, piece)
         require_loss(loss)
         if counted:
@@ -175,7 +185,9 @@ class _Tally:
 
     def loss(self, model: Any, piece: Any, position: int) -> torch.Tensor:
         """Count one in."""
-        loss, weight, _ = self._engine._loss_of(model, piece, self._samples[position])
+        engine = self._engine
+        result = engine._call(model, piece)
+        loss, weight, _ = engine._weighed(result, piece, self._samples[position], len(self._samples))
         self._summed = self._summed + loss.detach() * weight
         self._weight = self._weight + weight
         return loss
@@ -206,17 +218,12 @@ class _Tally:
 
     def shared(self, source: int) -> torch.Tensor:
         """The mean that the last stage knows, on all ranks of the pipeline."""
-        import torch
         from torch import distributed
 
         from trine.optim.runtime.meshes import group_of
 
-        facts = self._engine._facts
-        wide = torch.float32 if facts.device_type == "mps" else torch.float64
-        value = torch.zeros(2, dtype=wide, device=facts.device)
-        if facts.rank == source:
-            value[0], value[1] = self._summed, self._weight
-        distributed.broadcast(value, source, group=group_of(facts, "pipeline"))
+        value = self._value()
+        distributed.broadcast(value, source, group=group_of(self._engine._facts, "pipeline"))
         return value[0] / value[1]
 
 

@@ -36,7 +36,7 @@ from trine.optim._inputs import (
 from trine.optim._override import current_override, note_engine
 from trine.optim._persistence import Persistent
 from trine.optim._stages import Staged
-from trine.optim.batches import Divisible, Gathered, size_of, to_device, tokens_of
+from trine.optim.batches import Gathered, size_of, to_device, tokens_of
 from trine.optim.config import Config
 from trine.optim.memory_limits import require_fit
 from trine.optim.techniques import Assembly, Effect, Facts, require_applicable, techniques_of
@@ -385,17 +385,7 @@ class Engine(Staged, Persistent, Failing):
         for position, piece in enumerate(pieces):
             self._synchronise(position == last)
             result = self._forward(piece)
-            if last and isinstance(piece, Divisible) and not isinstance(result, tuple):
-                raise UsageError(
-                    "data.packing with micro-batches: they hold different numbers of tokens, and the mean of their means is "
-                    "another loss: have loss_fn return (mean loss, token count)"
-                )
-            loss, weight, counted = weighed(result, samples[position] / whole, piece)
-            require_loss(loss)
-            if counted:
-                require_count(weight)
-            elif self._assembly.uncounted is not None:
-                self._assembly.uncounted()
+            loss, weight, counted = self._weighed(result, piece, samples[position] / whole, len(pieces))
             emit("phase", name="backward")
             if position == last:
                 self._stage = EXCHANGING
@@ -409,13 +399,9 @@ class Engine(Staged, Persistent, Failing):
         return self._update.loss
 
     def _forward(self, piece: Any) -> Any:
-        assert self._loss_fn is not None
         piece = to_device(piece, self._facts.device)
-        if self._assembly.part is not None:
-            piece = self._assembly.part(piece)
         emit("phase", name="forward")
-        with self._contexts():
-            return self._loss_fn(self.model, piece)
+        return self._call(self.model, piece)
 
     def _probe(self, piece: Any) -> None:
         """Forward and backward of a micro-batch whose memory is measured; what it leaves is undone by who measures."""
