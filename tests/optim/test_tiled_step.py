@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import offload_cases
+import optim_cases
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,9 @@ from torch import nn, optim
 
 import trine
 from trine.optim.runtime.tiers.spans import ALIGNED, Length, tiles_of
+from trine.optim.runtime.tiers.tiled_step import TiledStep
 from trine.record.errors import UsageError
+from trine.samples.gpt import loss_of
 
 #: Optimizers and what their constructors are given.
 KINDS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
@@ -171,6 +174,44 @@ def test_memory_is_bounded_by_the_tiles_in_flight(tmp_path: Path) -> None:
         tile = 0.01 * 2**20
         held = run.metrics[-1]["offload/cpu_bytes"]
         assert slabs * 1.5 * tile < held <= slabs * 2 * (tile + 64 * 20)  # two moments a parameter
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_step_that_fails_leaves_nothing_behind(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out in the update of one tile: no slab is lost, and the state is that of parameters alone."""
+    tiled: list[TiledStep] = []
+    update = TiledStep._update
+
+    def fail_once(self: TiledStep, tile: Any) -> None:
+        tiled.append(self)
+        step = self._step
+        if len(tiled) == place:
+            monkeypatch.setattr(self, "_step", out_of_memory)
+        try:
+            update(self, tile)
+        finally:
+            monkeypatch.setattr(self, "_step", step)
+
+    def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    model = optim_cases.small_gpt(layers=4)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    config = trine.Config().with_changes(offload_cases.disk(tmp_path))
+    engine = trine.optimize(model, optimizer, config, loss_fn=loss_of)
+    monkeypatch.setattr(TiledStep, "_update", fail_once)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert set(optimizer.state) <= set(model.parameters())
+    optimizer.step()  # finds as many slabs as there were
+    assert set(optimizer.state) == set(model.parameters())
+    slabs = tiled[0].slabs
+    assert len(slabs._free) == slabs._made
+    engine.close()
 
 
 def test_hooks_and_schedulers_see_one_step(tmp_path: Path) -> None:

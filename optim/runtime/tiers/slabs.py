@@ -68,12 +68,16 @@ class Slabs:
     def take(self) -> Slab:
         """One that nothing uses any more; waits for the oldest."""
         if self._made < self._count:  # all of them, whether or not the oldest is busy: as planned
+            made = Slab(self._size, self._pinned)
             self._made += 1
-            return Slab(self._size, self._pinned)
+            return made
         slab = self._free.popleft()
         before = time.monotonic_ns()
         try:
             slab.settle()
+        except BaseException:
+            self._free.append(slab)
+            raise
         finally:
             self._waited(time.monotonic_ns() - before)
         return slab

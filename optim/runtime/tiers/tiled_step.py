@@ -11,8 +11,9 @@ It hangs on the optimizer's own hooks: the step that follows finds no gradients 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -238,14 +239,20 @@ class TiledStep:
         tiles = [
             spans for tile in self._tiles if (spans := [span for span in tile if span.slot in self._live])
         ]
-        ahead: Tile | None = None
-        for place, spans in enumerate(tiles):
-            tile = ahead or self._load(spans)
-            following = tiles[place + 1 : place + 2]
-            ahead = self._load(following[0]) if following and self._overlap else None
-            self._wait(tile)
-            self._update(tile)
-            self._store(tile)
+        loaded: deque[Tile] = deque()
+        try:
+            for place, spans in enumerate(tiles):
+                tile = loaded[0] if loaded else self._load(spans, loaded)
+                following = tiles[place + 1 : place + 2]
+                if following and self._overlap:
+                    self._load(following[0], loaded)
+                self._wait(tile)
+                self._update(tile)
+                self._store(tile)
+                loaded.popleft()
+        except BaseException:
+            self._abandon(loaded)
+            raise
         # Whoever looks at the state between steps finds it whole.
         self._timed(self.slabs.finish_writing)
         if self._copier.is_asynchronous:
@@ -253,11 +260,23 @@ class TiledStep:
                 self._copier.wait(event, self._copier.computing())
             self._copied.clear()
 
-    def _load(self, spans: list[Span]) -> Tile:
-        """Begin to bring a tile in."""
+    def _abandon(self, tiles: Iterable[Tile]) -> None:
+        """What a failed step leaves behind: their slabs are free, and the optimizer's state holds no views of parts."""
+        for tile in tiles:
+            for part in tile.parts:
+                self._optimizer.state.pop(part.parameter, None)
+            if tile.reading is not None:
+                wait([tile.reading])  # it writes into the slab
+            if tile.slab is not None:
+                tile.slab.events = tile.events
+                self.slabs.give_back(tile.slab)
+
+    def _load(self, spans: list[Span], loaded: deque[Tile]) -> Tile:
+        """Begin to bring a tile in; it stands in ``loaded`` from the moment it has a slab."""
         size = self._slab_bytes(spans)
         slab = self.slabs.take() if size else None
         tile = Tile([], slab, [])
+        loaded.append(tile)
         for span in spans:
             tile.parts.append(self._load_part(span, tile))
         reads = [read for part in tile.parts for read in reads_of(part)]
@@ -359,7 +378,8 @@ class TiledStep:
     def _store(self, tile: Tile) -> None:
         """Begin to write a tile back."""
         writes: list[tuple[Region, int, int, torch.Tensor]] = []
-        slab, events = tile.slab, []
+        tile.events.clear()  # of what came in, which has come
+        slab, events = tile.slab, tile.events
         for part in tile.parts:
             writes += self._keep_state(part)
             if part.slot.parameter is not None:
