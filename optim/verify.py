@@ -187,7 +187,8 @@ def _gradients(
             continue
         norm = max(float(numpy.linalg.norm(sketch)), LEAST_SHARE * whole, 1e-300)
         difference = float(numpy.linalg.norm(found[name] - sketch))
-        apart[name] = math.inf if math.isnan(difference) else difference / norm
+        is_finite = math.isfinite(difference) and math.isfinite(norm)  # else the quotient says nothing
+        apart[name] = difference / norm if is_finite else math.inf
     broken = [name for name, difference in apart.items() if difference > tolerance.gradient]
     name = broken[0] if broken else max(apart, key=apart.__getitem__)
     same = not any(apart.values())

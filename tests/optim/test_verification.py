@@ -81,6 +81,19 @@ def test_rounding_where_a_gradient_is_nought_in_theory(tmp_path: Path) -> None:
     assert failures(found) == ["a at step 0: 8.0e-04 apart"]
 
 
+def test_a_gradient_that_overflowed_is_infinitely_far(tmp_path: Path) -> None:
+    """Infinite by infinite is no number, and no number is larger than the tolerance."""
+    for place, (plain, optimised) in enumerate(
+        [([float("inf"), 4.0], [3.0, 4.0]), ([3.0, 4.0], [float("inf"), 4.0])]
+    ):
+        folders = [
+            write(tmp_path / f"{place}-{name}", gradients={"a": values})
+            for name, values in (("plain", plain), ("optimised", optimised))
+        ]
+        found = compare(*folders, NEAR)
+        assert failures(found) == ["a at step 0: inf apart"]
+
+
 def test_a_gradient_that_one_side_lacks(tmp_path: Path) -> None:
     found = verified(tmp_path, gradients={"a": [3.0, 4.0]})
     assert failures(found) == ["b has a gradient in the plain run alone"]
