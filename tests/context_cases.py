@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 TWO = {"parallel.context": 2}
 
 
-def attention(rank: int, ranks: int, causal: bool, heads: int, key_heads: int) -> float:
-    """The largest difference, forward and gradients, of attention over parts to that over the whole sequence."""
+def attention(
+    rank: int, ranks: int, causal: bool, heads: int, key_heads: int, by_bias: bool = False
+) -> float:
+    """The largest difference, forward and gradients, of attention over parts to that over the whole sequence.
+
+    ``by_bias``: while PyTorch's attention is patched, with the causal bias that CUDA's kernels are given.
+    """
     import torch
     from torch import distributed
     from torch.nn import functional
@@ -27,11 +33,31 @@ def attention(rank: int, ranks: int, causal: bool, heads: int, key_heads: int) -
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     (expected * weights).sum().backward()
     parts = [each[..., own, :].clone().requires_grad_() for each in whole]
-    found = Attending(distributed.group.WORLD).attend(*parts, is_causal=causal, enable_gqa=grouped)
+    attending = Attending(distributed.group.WORLD)
+    with _on_cuda(attending) if by_bias else nullcontext():
+        found = attending.attend(*parts, is_causal=causal, enable_gqa=grouped)
     (found * weights[..., own, :]).sum().backward()
     apart = [(found - expected[..., own, :]).abs().max()]
     apart += [(p.grad - i.grad[..., own, :]).abs().max() for p, i in zip(parts, inputs, strict=True)]
     return float(max(apart))
+
+
+@contextmanager
+def _on_cuda(attending: Any) -> Iterator[None]:
+    """Attention as it is called in a step on CUDA, on a processor."""
+    from unittest import mock
+
+    from torch.nn.attention.bias import causal_lower_right
+
+    from trine.optim.runtime.context_attention import patched, use
+
+    take_back = patched()
+    use(attending)
+    try:
+        with mock.patch.object(attending, "_mask", lambda rows, seen, device: causal_lower_right(rows, seen)):
+            yield
+    finally:
+        take_back()
 
 
 def gpt(**changes: Any) -> Any:

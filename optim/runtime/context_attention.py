@@ -82,7 +82,7 @@ class Attending:
         ):
             seen = (place + 1) * chunk
             keys, values = key[..., :seen, :], value[..., :seen, :]
-            parts.append(_sdpa(rows, keys, values, self._mask(chunk, seen, query.device), **options))
+            parts.append(_masked(rows, keys, values, self._mask(chunk, seen, query.device), options))
         return torch.cat(parts, -2)
 
     def _gathered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,6 +152,18 @@ def use(attending: Attending | None) -> None:
 def current() -> Attending | None:
     """What :func:`use` was last told."""
     return _current
+
+
+def _masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
+) -> torch.Tensor:
+    """PyTorch's causal bias knows attention by what stands in ``torch.nn.functional``, and calls that in its turn."""
+    standing = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _sdpa
+    try:
+        return _sdpa(query, key, value, mask, **options)
+    finally:
+        functional.scaled_dot_product_attention = standing
 
 
 def patched() -> Callable[[], None]:

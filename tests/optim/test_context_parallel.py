@@ -34,6 +34,12 @@ def test_attention_over_parts_is_that_over_the_whole(
     assert max(two_ranks.run("context_cases:attention", 2, causal, 4, key_heads)) < 1e-13
 
 
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_attention_over_parts_by_the_causal_bias_of_cuda(two_ranks: RankPool, key_heads: int) -> None:
+    """PyTorch's bias looks attention up by its name, which is patched then."""
+    assert max(two_ranks.run("context_cases:attention", 2, True, 4, key_heads, True)) < 1e-13
+
+
 @pytest.mark.slow
 def test_attention_over_four_parts(four_ranks: RankPool) -> None:
     assert max(four_ranks.run("context_cases:attention", 4, True, 4, 1)) < 1e-13
