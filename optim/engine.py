@@ -456,7 +456,7 @@ class Engine(Staged, Persistent, Failing):
         emit("step_end", index=self._index, samples=samples, tokens=tokens, loss=self._loss)
         self._index += 1
         self._loss = None
-        for after in self._assembly.after_step:
+        for after in tuple(self._assembly.after_step):  # one that is done takes itself out
             after()
 
 

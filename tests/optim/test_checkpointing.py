@@ -23,6 +23,7 @@ from trine.optim.runtime import memory_fit
 from trine.optim.runtime.checkpointed import Region, checkpoint_in_place
 from trine.optim.techniques import checkpointing
 from trine.record.errors import UsageError
+from trine.samples.gpt import loss_of
 
 FULL = {"checkpointing.mode": "full"}
 SELECTIVE = {"checkpointing.mode": "selective"}
@@ -119,6 +120,22 @@ def test_the_peak_that_the_allocator_sees_shrinks() -> None:
 
 
 # --- in place ----------------------------------------------------------------------------------
+
+
+def test_who_listens_behind_a_decision_hears_of_every_step() -> None:
+    """``auto`` decides after the first step, and then takes itself out of the list that is being gone through."""
+    model = optim_cases.small_gpt(layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = trine.optimize(
+        model, optimizer, trine.Config().with_changes({"checkpointing.mode": "auto"}), loss_fn=loss_of
+    )
+    before = len(engine._assembly.after_step)
+    heard: list[int] = []
+    engine._assembly.after_step.append(lambda: heard.append(len(engine._assembly.after_step)))
+    for batch in optim_cases.batches(2, 4):
+        engine.train_step(batch)
+    engine.close()
+    assert heard == [before, before]
 
 
 def test_names_stay_and_copies_are_their_own() -> None:
