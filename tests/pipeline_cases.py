@@ -121,6 +121,35 @@ def crossing() -> Any:
     return Crossing()
 
 
+def by_name() -> Any:
+    """Blocks are given the hidden state by name, and something else before it."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, hidden: Any, keep: Any) -> Any:
+            return self.inner(hidden).tanh() * keep
+
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(12, 16)
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+            self.head = nn.Linear(16, 10)
+
+        def forward(self, x: Any) -> Any:
+            hidden = self.inner(x)
+            for block in self.blocks:
+                hidden = block(keep=torch.ones(16, dtype=torch.bool), hidden=hidden)
+            return self.head(hidden)
+
+    return ByName()
+
+
 def biased() -> Any:
     """A table that every block is given beside the hidden state, and the embedding's weight used again as the head."""
     import torch
@@ -183,13 +212,14 @@ MODELS = {
     "vision": vision,
     "sequential": sequential,
     "skipping": skipping,
+    "by name": by_name,
     "late": late,
     "crossing": crossing,
     "biased": biased,
 }
 
 
-_SCORES = ("sequential", "skipping", "late", "crossing", "biased")
+_SCORES = ("sequential", "skipping", "by name", "late", "crossing", "biased")
 
 
 def made(name: str) -> Any:
@@ -294,6 +324,31 @@ def failing(rank: int, ranks: int, name: str) -> str:
     except trine.TrineError as error:
         return str(error)
     return "not refused"
+
+
+def statistics(rank: int, chunks: int) -> list[float]:
+    """Running means of the batch norms of two replicas of a pipeline, which see different batches, in an evaluation."""
+    import torch
+    from torch import nn
+
+    import trine
+
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12)) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keys = {"parallel.pipeline": 2, "parallel.data": 2, "parallel.chunks": chunks, "parallel.microbatches": 2}
+    if chunks > 1:
+        keys["parallel.schedule"] = "interleaved"  # type: ignore[assignment]
+    engine = trine.optimize(model, optimizer, trine.Config().with_changes(keys), loss_fn=loss_of_scores)
+    try:
+        batch = torch.randn(SIZE, 12), torch.randint(0, 12, (SIZE,))
+        torch.manual_seed(engine.data_rank)
+        engine.train_step((torch.randn(SIZE, 12), torch.randint(0, 12, (SIZE,))))
+        engine.evaluate(batch)
+        means = [b for name, b in engine.model.named_buffers() if name.endswith("running_mean")]
+        return [float(value) for mean in means for value in mean]
+    finally:
+        engine.close()
 
 
 def evaluated(rank: int, schedule: str) -> Any:

@@ -39,7 +39,6 @@ __all__ = [
     "mesh_of",
     "replicate_model",
     "rows_of",
-    "same_start",
     "shard_like",
     "shard_model",
     "shard_optimizer",
@@ -214,7 +213,8 @@ def _distribute(assembly: Assembly, wrapping: _Wrapping) -> None:
     if assembly.config.zero.stage:
         _prefetch([cast(FSDPModule, block) for block in blocks], assembly.config.zero.prefetch)
     _keep_in_step(assembly, [cast(FSDPModule, stage) for stage in assembly.stages], scalars)
-    _keep_statistics_alike(model, group)
+    for stage in assembly.stages:
+        _keep_statistics_alike(stage, group)
 
 
 def _wrap_stage(
@@ -311,13 +311,13 @@ def _policies(assembly: Assembly, model: nn.Module) -> _Policies:
 
 
 def start_alike(assembly: Assembly) -> None:
-    """:func:`same_start`, once, before anything is cut."""
+    """Once, before anything is cut: every rank has the parameters and buffers of rank 0."""
     if not assembly.started_alike:
-        same_start(unwrapped(assembly.model), assembly.facts.device)
+        _same_start(unwrapped(assembly.model))
         assembly.started_alike = True
 
 
-def same_start(model: nn.Module, device: torch.device) -> None:
+def _same_start(model: nn.Module) -> None:
     """Parameters and buffers of rank 0 on all ranks, as DistributedDataParallel does; fully_shard does not.
 
     Without it, ranks that were seeded apart train a model that is pieced together from all of them, silently.

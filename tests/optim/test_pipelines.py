@@ -51,7 +51,7 @@ def test_a_loss_outside_the_model_is_as_good(two_ranks: RankPool) -> None:
         assert _apart("llama", losses, True) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["skipping", "late", "biased"])
+@pytest.mark.parametrize("name", ["skipping", "by name", "late", "biased"])
 def test_an_example_shows_what_stages_need(name: str, two_ranks: RankPool) -> None:
     """A skip past the cut, a module registered late, a table for every block, a weight used again behind them."""
     for losses, said in two_ranks.run("pipeline_cases:piped", name, {}, False, True):
@@ -99,6 +99,16 @@ def test_a_rank_keeps_what_its_stages_own(two_ranks: RankPool) -> None:
         assert place["bytes"] < 0.75 * place["whole_bytes"]
     assert first["groups"] == last["groups"] == 2
     assert "engine.train_step" in first["called"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_replicas_evaluate_with_the_same_statistics(chunks: int, four_ranks: RankPool) -> None:
+    means = four_ranks.run("pipeline_cases:statistics", chunks)
+    assert means[0] == means[1]
+    assert means[2] == means[3]
+    assert any(means[0])
+    assert any(means[2])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,11 @@ class Chain:
         """Names of the modules that the blocks stand in, the model itself (an empty name) first."""
         parts = self.container.split(".") if self.container else []
         return ("", *(".".join(parts[: depth + 1]) for depth in range(len(parts))))
+
+    @property
+    def hidden_name(self) -> str:
+        """What a block's forward calls its first argument, the hidden state, where it is given by name."""
+        return next(iter(inspect.signature(self.blocks[0].forward).parameters), "")
 
     def __len__(self) -> int:
         return len(self.blocks)

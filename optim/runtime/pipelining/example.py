@@ -160,7 +160,7 @@ class _Watch:
                     "runs models that call each block once and in order"
                 )
             run.entered.append(self._now())
-            hidden = arguments[0] if arguments else next(iter(named.values()), None)
+            hidden = arguments[0] if arguments else named.get(self._chain.hidden_name)
             if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
                 hidden.register_hook(partial(self._reached, run.reached, place))  # type: ignore[no-untyped-call]
 
@@ -247,7 +247,7 @@ def _leaks(
     outputs: list[torch.Tensor] = []
 
     def cutting(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        key = None if arguments else next(iter(named))
+        key = None if arguments else chain.hidden_name
         hidden = arguments[0] if key is None else named[key]
         outputs.append(hidden)
         leaf = hidden.detach().requires_grad_()

@@ -10,7 +10,6 @@ two blocks in the model's code therefore runs once, on the earlier stage.
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -81,7 +80,7 @@ class Stage(nn.Module):
         self.first, self.end = blocks
         self.chain_names = chain.names
         self._device = device
-        self._hidden_name = next(iter(inspect.signature(chain.blocks[0].forward).parameters), "")
+        self._hidden_name = chain.hidden_name
         self._copies: list[tuple[nn.Module, nn.Module]] = []  # of a container, and what it is a copy of
         self._behind, self._shared = behind, shared
         self._replaced: dict[int, nn.Module] = {}  # outside the blocks, by the id of what was given
