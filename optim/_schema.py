@@ -106,7 +106,7 @@ def _can_be_spelt(value: Any) -> bool:
     return True
 
 
-def foreign_name(path: str, value: Any) -> str | None:
+def foreign_name(path: str) -> str | None:
     """What a key of DeepSpeed, torchtitan, Accelerate, Megatron or PyTorch is called here."""
     last = path.rpartition(".")[2]
     if path in ("bf16", "bf16.enabled", "fp16", "fp16.enabled"):

@@ -318,14 +318,14 @@ class Config:
             if name == "engine":
                 sections[name] = value
             elif name not in _SECTIONS:
-                raise UsageError(_unknown(source, name, value))
+                raise UsageError(_unknown(source, name))
             elif not isinstance(value, Mapping):
                 raise UsageError(f"{source}: {name} is a table: write [{name}] and its keys below it")
             else:
                 known = {each.name for each in fields(_SECTIONS[name])}
                 for key in value:
                     if key not in known:
-                        raise UsageError(_unknown(source, f"{name}.{key}", value[key]))
+                        raise UsageError(_unknown(source, f"{name}.{key}"))
                 sections[name] = _SECTIONS[name](**value)
         return cls(**sections)
 
@@ -393,7 +393,7 @@ class Config:
         known = set(self.keys())
         for path, value in changes.items():
             if path not in known:
-                raise UsageError(_unknown("the change", path, value))
+                raise UsageError(_unknown("the change", path))
             section, _, key = path.rpartition(".")
             (sections.setdefault(section, {}) if section else top)[key] = value
         replaced = {name: replace(getattr(self, name), **keys) for name, keys in sections.items()}
@@ -404,7 +404,7 @@ class Config:
         value: Any = self
         for name in path.split("."):
             if not hasattr(value, name):
-                raise UsageError(_unknown("the configuration", path, None))
+                raise UsageError(_unknown("the configuration", path))
             value = getattr(value, name)
         return value
 
@@ -430,13 +430,13 @@ def _paths() -> Iterator[tuple[str, Any]]:
             yield f"{section}.{each.name}", each.metadata["key"].default
 
 
-def _unknown(source: str, path: str, value: Any) -> str:
+def _unknown(source: str, path: str) -> str:
     """The error for a key that does not exist, with the likeliest one that does."""
     paths = Config.keys()
     if path in paths and "." in path and source != "the change":
         section, _, key = path.partition(".")
         return f"{source}: {path} is a path: write it as the table {section} with the key {key}, or Config().with_changes"
-    translated = foreign_name(path, value)
+    translated = foreign_name(path)
     if translated:
         return f"{source}: there is no key {path}; here it is {translated}"
     if "." not in path:

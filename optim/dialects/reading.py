@@ -127,8 +127,7 @@ class Reading:
 
     def finished(self) -> Imported:
         """What it came to. Raises ``UsageError`` in one line with all that was wrong."""
-        left = [path for path in self.values if path not in self.errors]
-        assert not left or self.errors, f"rows without a translation: {left}"
+        assert not self.values or self.errors, f"rows without a translation: {list(self.values)}"
         if self.errors:
             raise UsageError(f"{self.source}: {'; '.join(self.errors)}")
         for why, paths in self.left_out.items():

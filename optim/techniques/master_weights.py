@@ -47,7 +47,7 @@ def check(config: Config, facts: Facts) -> None:
     import torch
 
     if not config.precision.master_weights:
-        _refuse_bare_fp16(config, facts)
+        _refuse_bare_fp16(facts)
         return
     wanted = config.precision.dtype
     stored = {p.dtype for p in facts.model.parameters() if p.is_floating_point()}
@@ -87,7 +87,7 @@ def check(config: Config, facts: Facts) -> None:
         )
 
 
-def _refuse_bare_fp16(config: Config, facts: Facts) -> None:
+def _refuse_bare_fp16(facts: Facts) -> None:
     """An adaptive optimizer over fp16 parameters: the squares of gradients and an epsilon of 1e-8 are zero there.
 
     The first update divides by nought, and every parameter is NaN at the second step.
