@@ -241,6 +241,30 @@ def padded(rank: int, side: str) -> str:
     return "trained" if abs(found / expected - 1) < 1e-6 else f"{found} is not {expected}"
 
 
+def classified(rank: int) -> str:
+    """What is said of a Transformers model with one label a sequence, which is no sequence of labels."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    import trine
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    settings = LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=63, num_labels=3)
+    model = LlamaForSequenceClassification(settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    batch = {"input_ids": ids_of(0)[:, :32], "labels": torch.tensor([0, 1, 2, 0])}
+    config = trine.Config().with_changes(TWO)
+    engine = trine.optimize(model, optimizer, config, loss_fn=lambda model, batch: model(**batch).loss)
+    try:
+        engine.train_step(batch)
+    except trine.TrineError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "trained"
+
+
 def sliding(rank: int) -> str:
     """A model whose attention looks back over a window alone."""
     import torch

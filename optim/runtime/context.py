@@ -130,7 +130,8 @@ class Sequences:
         few = with_tensors(batch, beginning)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.random.fork_rng())
+            device = assembly.facts.device
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             stack.enter_context(evaluating(assembly.model))
             for context in assembly.contexts:
                 stack.enter_context(context())
@@ -173,7 +174,7 @@ class Sequences:
         if name not in bound:
             # Transformers broadcasts over a batch dimension of its own.
             named = {**named, name: part.positions.unsqueeze(0) if self._of_transformers else part.positions}
-        targets = None if named.get("labels") is None else self._parts[named["labels"]]
+        targets = None if named.get("labels") is None else self._parts.get(named["labels"])
         if targets is not None and targets.shifted is not None and targets.valid is not None:
             named = {**named, **loss_arguments(targets.shifted, targets.valid, self._ranks)}
             self._unequal = None  # the loss is the whole sequence's

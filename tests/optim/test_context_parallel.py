@@ -108,6 +108,13 @@ def test_padding_and_windows_of_transformers(two_ranks: RankPool) -> None:
     assert all("sliding_window" in said for said in two_ranks.run("context_cases:sliding"))
 
 
+@pytest.mark.slow
+def test_one_label_a_sequence_is_refused(two_ranks: RankPool) -> None:
+    pytest.importorskip("transformers")
+    for said in two_ranks.run("context_cases:classified"):
+        assert "something compares tokens across the cut" in said
+
+
 def test_late_checks_raise_at_once_on_the_processor() -> None:
     checks = LateChecks()
     checks.expect(torch.tensor(False), "never")
