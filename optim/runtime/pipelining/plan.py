@@ -110,7 +110,7 @@ def plan_of(config: Config, facts: Facts, measured: bool = False) -> Plan:
     costs = estimated(facts.model, chain)
     cuts, behind, needed = cut(costs), _registered_behind(facts, chain), {}
     if measured and facts.example is not None:
-        shown = _shown(config, facts, chain, cut)
+        shown = _shown(facts, chain, cut)
         ids = {name: id(module) for name, module in facts.model.named_modules()}
         costs, cuts = shown.costs, shown.begins
         behind = frozenset(ids[name] for name in shown.behind)
@@ -119,7 +119,7 @@ def plan_of(config: Config, facts: Facts, measured: bool = False) -> Plan:
     return Plan(chain, schedule, ranks, chunks, cuts, costs, why, wanted, behind, needed)
 
 
-def _shown(config: Config, facts: Facts, chain: Chain, cut: Callable[[Costs], tuple[int, ...]]) -> Shown:
+def _shown(facts: Facts, chain: Chain, cut: Callable[[Costs], tuple[int, ...]]) -> Shown:
     from trine.optim.runtime.pipelining.example import show
 
     if facts.loss_fn is None:

@@ -104,7 +104,6 @@ def _region(region: Attention | FeedForward, settings: Settings) -> None:
 def _fewer_heads(attention: Attention, ranks: int) -> None:
     """Numbers that a module reads as it computes become this rank's; those that are inferred from widths need nothing."""
     module = attention.module
-    size = None
     for names, count in ((_HEADS, attention.heads), (_KEY_HEADS, attention.key_heads)):
         for name in names:
             if vars(module).get(name) == count:

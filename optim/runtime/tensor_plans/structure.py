@@ -138,7 +138,7 @@ def _block(name: str, block: nn.Module, styles: Mapping[str, str], spread: bool)
         for full, module in named
         if id(module) not in taken and (is_norm(module) or styles.get(full) == "sequence")
     ]
-    forwards += _feed_forwards(name, block, left, norms, named)
+    forwards += _feed_forwards(name, left, norms, named)
     placed = taken | {id(m) for f in forwards for m in _of_forward(f)} | {id(m) for _, m in norms}
     whole = [
         (full, module)
@@ -311,7 +311,6 @@ def _require_nothing_else(name: str, module: nn.Module, known: Sequence[Any]) ->
 
 def _feed_forwards(
     block_name: str,
-    block: nn.Module,
     left: Sequence[_Named],
     norms: Sequence[_Named],
     named: Sequence[_Named],
@@ -323,7 +322,7 @@ def _feed_forwards(
     by_name = dict(named)
     found = []
     for parent, members in groups.items():
-        columns, row = _up_and_down(parent, members)
+        columns, row = _up_and_down(members)
         if parent == block_name:
             entry, behind = _norm_before(members[0][0], norms, named), True
         else:
@@ -332,7 +331,7 @@ def _feed_forwards(
     return found
 
 
-def _up_and_down(parent: str, members: Sequence[_Named]) -> tuple[tuple[Column, ...], _Named]:
+def _up_and_down(members: Sequence[_Named]) -> tuple[tuple[Column, ...], _Named]:
     shapes = [widths(module) for _, module in members]
     *ups, down = members
     hidden = shapes[-1][1]
