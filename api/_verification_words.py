@@ -72,8 +72,11 @@ def _verdict(one: Verification) -> str:
         return one.verdict
     first = next(check for check in one.checks if not check.holds)
     where = f", first in {first.where}" if first.where else ""
-    key = one.key_at_fault
-    fault = f"; the key at fault is {key}" if key else "; no key by itself explains it: they fail together"
+    fault = ""
+    if one.key_at_fault:
+        fault = f"; the key at fault is {one.key_at_fault}"
+    elif one.is_searched:
+        fault = "; no key by itself explains it: they fail together"
     return f"{one.verdict}: {first.name}{where}{fault}"
 
 

@@ -69,6 +69,8 @@ class Verification:
     configuration: dict[str, Any]
     effects: tuple[str, ...]
     key_at_fault: str | None = None
+    #: Whether a search for it has been made.
+    is_searched: bool = False
 
     @property
     def holds(self) -> bool:
@@ -84,8 +86,8 @@ class Verification:
         return "same" if exact else "same within the stated tolerance"
 
     def blaming(self, key: str | None) -> Verification:
-        """With the key that a search found."""
-        return replace(self, key_at_fault=key)
+        """With the key that a search found; ``None``: no key by itself."""
+        return replace(self, key_at_fault=key, is_searched=True)
 
 
 def compare(plain: Path, optimised: Path, tolerance: Tolerance) -> Verification:

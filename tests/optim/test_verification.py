@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trine._verification_words import as_text
 from trine.optim.runtime.fingerprints import BUCKETS, bits_of, sketch_of
 from trine.optim.verify import Tolerance, Verification, compare
 from trine.record.errors import UnreadableInput
@@ -132,6 +133,13 @@ def test_a_side_without_steps_or_ranks(tmp_path: Path) -> None:
     (tmp_path / "plain" / "rank-1.json").unlink()
     with pytest.raises(UnreadableInput, match="2 ranks, and only 1 of them"):
         compare(tmp_path / "plain", tmp_path / "plain", NEAR)
+
+
+def test_only_a_search_tells_that_no_key_is_at_fault(tmp_path: Path) -> None:
+    found = verified(tmp_path, losses=[9.0, 9.0, 9.0])
+    assert "key" not in as_text(found)
+    assert "they fail together" in as_text(found.blaming(None))
+    assert "the key at fault is zero.stage" in as_text(found.blaming("zero.stage"))
 
 
 def test_tolerances_add_up() -> None:
