@@ -25,6 +25,12 @@ _WHILE = {
     UPDATING: "in the optimizer step",
 }
 
+#: PyTorch names the shape alone, and the code that wrote it is right without a plan.
+_WHOLE_HEADS = (
+    "trine: under parallel.plan a rank has a part of the features: where the model writes the whole number of heads "
+    "(view(batch, sequence, heads, size)), write -1 for heads, or take that module out of the plan"
+)
+
 
 def naming_lost_ranks(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """A method of the engine that names the ranks that are gone, in place of the backend's own error."""
@@ -77,6 +83,8 @@ class Failing:
     def _fail(self, error: BaseException) -> None:
         """A step raised: what it added is dropped, and the engine stays usable unless ranks or parameters may differ."""
         stage, self._stage = self._stage, IDLE
+        if stage == RUNNING and self.config.parallel.plan and "is invalid for input of size" in str(error):
+            error.add_note(_WHOLE_HEADS)
         # By this package, with parameters as they were, unless it says otherwise: a disk that fails in mid-update.
         refused = isinstance(error, TrineError) and not getattr(error, "half_done", False)
         alone = self._facts.ranks == 1

@@ -15,8 +15,8 @@ TENSOR = {"parallel.tensor": 2}
 EVERYTHING = {**TENSOR, "parallel.sequence": True, "parallel.loss": True}
 
 
-def stranger(heads: int = 2) -> Any:
-    """A model whose names nobody gives, with attention that reads its heads off the projection."""
+def stranger(heads: int = 2, reads_heads: bool = True) -> Any:
+    """A model whose names nobody gives, with attention that reads its heads off the projection, or has them written."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -29,7 +29,8 @@ def stranger(heads: int = 2) -> Any:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             batch, sequence, _ = x.shape
-            parts = self.into(x).view(batch, sequence, 3, -1, 16 // heads).permute(2, 0, 3, 1, 4)
+            parts = self.into(x).view(batch, sequence, 3, -1 if reads_heads else heads, 16 // heads)
+            parts = parts.permute(2, 0, 3, 1, 4)
             mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
             return self.back(mixed.transpose(1, 2).reshape(batch, sequence, -1))
 
@@ -80,10 +81,21 @@ def _losses(model: Any, changes: Mapping[str, Any], loss_fn: Any, steps: int = 4
         engine.close()
 
 
+_OWN_PLAN = {"parts.*.mixer.into": "qkv", "parts.*.mixer.back": "row", "last": "head", "tokens": "embedding"}
+
+
+def notes_of_whole_heads(rank: int) -> list[str]:
+    """What is added to PyTorch's error where attention has the whole number of heads written."""
+    try:
+        _losses(stranger(reads_heads=False), {**TENSOR, "parallel.plan": _OWN_PLAN}, logits_loss)
+    except RuntimeError as error:
+        return getattr(error, "__notes__", [])
+    return ["it trained"]
+
+
 def own_plan(rank: int, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Losses of the stranger with a plan of one's own, and without any."""
-    plan = {"parts.*.mixer.into": "qkv", "parts.*.mixer.back": "row", "last": "head", "tokens": "embedding"}
-    ours, _ = _losses(stranger(), {**changes, "parallel.plan": plan}, logits_loss)
+    ours, _ = _losses(stranger(), {**changes, "parallel.plan": _OWN_PLAN}, logits_loss)
     return ours, plain_losses(stranger(), logits_loss)
 
 

@@ -249,11 +249,12 @@ _PARALLEL = (
 _MEMORY = (
     refused(
         "activation_checkpointing.cpu_checkpointing",
-        'set checkpointing.mode = "full" and offload.activations = "cpu"',
+        'take the key out, and set checkpointing.mode = "full" and offload.activations = "cpu"',
     ),
     refused(
         "activation_checkpointing.partition_activations",
-        "cuts saved activations over tensor-parallel ranks: parallel.sequence = true does",
+        "cuts saved activations over tensor-parallel ranks: take the key out, and with parallel.tensor set "
+        "parallel.sequence = true, which does",
     ),
     *(
         accepted(

@@ -128,10 +128,15 @@ def _check_hybrid(config: Config, facts: Facts) -> None:
             "write the number of shards",
         )
     if layout.size("shard", "expert", "context") == 1:
+        sizes = {name: layout.size(name) for name in ("pipeline", "tensor")}  # the others are shards themselves
+        keys = " × ".join(f"parallel.{name} = {size}" for name, size in sizes.items() if size > 1)
+        if layout.replicate > 1:
+            left, instead = "replicas of one shard", "take zero.stage out, or write a larger parallel.shard"
+        else:
+            left, instead = "one", "take zero.stage out, or start more ranks"
         raise UsageError(
-            f"zero.stage = {config.zero.stage} shards over data-parallel ranks, and {layout.hybrid_key()} leaves "
-            f"{'one' if layout.replicate == 1 else 'replicas of one shard'}: take the key out, write a larger "
-            "parallel.shard, or start more ranks"
+            f"zero.stage = {config.zero.stage} shards over data-parallel ranks, and {keys} on {facts.ranks} ranks leave "
+            f"{left}: {instead}"
         )
 
 

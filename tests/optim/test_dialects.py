@@ -158,6 +158,10 @@ def test_two_of_the_three_batch_keys_are_enough(
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled exclude"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, 'offload.activations = "cpu"'),
         (
+            {"activation_checkpointing": {"partition_activations": True}},
+            "take the key out, and with parallel.tensor",
+        ),
+        (
             {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 3},
             "8 × 3",
         ),

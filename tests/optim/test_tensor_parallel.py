@@ -14,7 +14,7 @@ from tensor_cases import EVERYTHING, KINDS, TENSOR, causal_lm, stranger
 
 from trine.optim import Config
 from trine.optim.layout import layout_of
-from trine.optim.techniques import tensor as technique
+from trine.optim.techniques import tensor, zero
 from trine.optim.techniques._assembly import Facts
 from trine.optim.topology import Topology
 from trine.record.errors import UsageError
@@ -152,6 +152,11 @@ def test_a_plan_of_ones_own(changes: dict[str, Any], two_ranks: RankPool) -> Non
         assert ours == pytest.approx(plain, rel=1e-12)
 
 
+def test_a_plan_over_code_with_the_whole_number_of_heads_is_explained(two_ranks: RankPool) -> None:
+    for notes in two_ranks.run("tensor_cases:notes_of_whole_heads"):
+        assert "write -1 for heads" in "".join(notes)
+
+
 @pytest.mark.parametrize("changes", [EVERYTHING], ids=["all"])
 def test_a_loop_with_a_body_of_its_own(changes: dict[str, Any], two_ranks: RankPool) -> None:
     for ours, plain in two_ranks.run("tensor_cases:own_body", changes):
@@ -226,7 +231,9 @@ def test_a_checkpoint_is_in_the_order_that_was_given(
 # --- refusals ----------------------------------------------------------------------------------
 
 
-def _refusal(changes: dict[str, Any], model: Any = None, node: int = 4, optimizer: Any = None) -> str:
+def _refusal(
+    changes: dict[str, Any], model: Any = None, node: int = 4, optimizer: Any = None, technique: Any = tensor
+) -> str:
     model = small_gpt(heads=4) if model is None else model
     config = Config().with_changes(changes)
     ranks = 4
@@ -352,3 +359,11 @@ def test_compiled_blocks_take_rows_of_several_lengths(two_ranks: RankPool) -> No
     """PyTorch would make lengths dynamic from the second on, and fail on DTensors of unknown sizes."""
     for differences in two_ranks.run("tensor_cases:lengths_compiled"):
         assert max(map(abs, differences)) < 1e-5
+
+
+def test_zero_without_ranks_to_shard_over_names_each_key_and_what_can_help() -> None:
+    every = _refusal({**TENSOR, "parallel.pipeline": 2, "zero.stage": 3}, technique=zero)
+    assert "parallel.pipeline = 2 × parallel.tensor = 2 on 4 ranks leave one" in every
+    assert "start more ranks" in every and "parallel.shard" not in every
+    replicas = _refusal({**TENSOR, "zero.stage": 3, "parallel.shard": 1, "parallel.data": 2}, technique=zero)
+    assert "write a larger parallel.shard" in replicas
