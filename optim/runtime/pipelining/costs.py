@@ -24,7 +24,7 @@ class Costs:
 def estimated(model: nn.Module, chain: Chain) -> Costs:
     """By parameters: a product with a matrix costs in proportion to it, a look-up in an embedding next to nothing.
 
-    Parameters of convolutions count as often as their kernel is applied is unknown here, so once; give ``example=`` where
+    How often a convolution's kernel is applied is unknown here, so that its parameters count once: give ``example=`` where
     that misleads.
     """
     inside = {id(module) for block in chain.blocks for module in block.modules()}

@@ -13,15 +13,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from trine.optim.runtime.tensor_plans import styles
-from trine.optim.runtime.tensor_plans.roles import Attention, Block, FeedForward, Plan
+from trine.optim.runtime.tensor_plans.roles import HEADS, KEY_HEADS, Attention, Block, FeedForward, Plan
 from trine.optim.runtime.tensor_plans.streams import Streams
 from trine.record.errors import TrainingError
 
 __all__ = ["Settings", "carry_out"]
 
-#: What attention modules count in, beside their matrices: numbers of heads, and of their features together.
-_HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "key_heads", "kv_heads")
+#: What attention modules count in beside heads: the features of those together.
 _FEATURES = ("split_size", "all_head_size")
 
 
@@ -104,7 +102,7 @@ def _region(region: Attention | FeedForward, settings: Settings) -> None:
 def _fewer_heads(attention: Attention, ranks: int) -> None:
     """Numbers that a module reads as it computes become this rank's; those that are inferred from widths need nothing."""
     module = attention.module
-    for names, count in ((_HEADS, attention.heads), (_KEY_HEADS, attention.key_heads)):
+    for names, count in ((HEADS, attention.heads), (KEY_HEADS, attention.key_heads)):
         for name in names:
             if vars(module).get(name) == count:
                 setattr(module, name, count // ranks)

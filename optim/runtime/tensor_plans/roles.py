@@ -7,7 +7,23 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Attention", "Block", "Column", "Experts", "FeedForward", "Plan", "is_linear", "widths"]
+__all__ = [
+    "HEADS",
+    "KEY_HEADS",
+    "Attention",
+    "Block",
+    "Column",
+    "Experts",
+    "FeedForward",
+    "Plan",
+    "is_linear",
+    "is_transposed",
+    "widths",
+]
+
+#: What modules, or their configurations, call their numbers of heads, and of heads of keys and values.
+HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "key_heads", "kv_heads")
 
 
 @dataclass(frozen=True, slots=True)

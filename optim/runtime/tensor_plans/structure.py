@@ -14,6 +14,8 @@ from torch import nn
 
 from trine.optim.runtime.tensor_plans.own import styles_of
 from trine.optim.runtime.tensor_plans.roles import (
+    HEADS,
+    KEY_HEADS,
     Attention,
     Block,
     Column,
@@ -33,8 +35,6 @@ _VALUE = frozenset({"v_proj", "value", "v", "wv", "to_v", "v_lin", "value_proj"}
 #: Queries, keys and values one after the other in one matrix. Not ``query_key_value``, which has them head by head.
 _FUSED = frozenset({"qkv", "qkv_proj", "c_attn", "Wqkv", "wqkv", "in_proj", "to_qkv"})
 _OUT = frozenset({"out", "o_proj", "out_proj", "wo", "c_proj", "proj", "to_out", "out_lin", "dense"})
-_HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "key_heads", "kv_heads")
 #: Gate and up in one matrix, gate first.
 _GATE_AND_UP = frozenset({"gate_up_proj", "gate_up", "w13"})
 _WAY_OUT = "say what it is in parallel.plan, or drop parallel.tensor"
@@ -185,9 +185,9 @@ def _own_regions(
         columns = tuple(_column(name, each, styles[name]) for name, each in members if styles[name] != "row")
         rows = tuple((name, each) for name, each in members if styles[name] == "row")
         entry = by_name.get(parent) if columns and parent != block_name else None
-        heads = None if entry is None else _number(entry, _HEADS)
+        heads = None if entry is None else _number(entry, HEADS)
         if entry is not None and heads is not None:
-            key_heads = _number(entry, _KEY_HEADS) or heads
+            key_heads = _number(entry, KEY_HEADS) or heads
             attentions.append(Attention(parent, entry, columns, rows, heads, key_heads))
         else:
             forwards.append(FeedForward(columns, rows, None if entry is None else (parent, entry)))
@@ -229,7 +229,7 @@ def _attention(name: str, module: nn.Module, styles: Mapping[str, str]) -> Atten
 
 
 def _heads_of(name: str, module: nn.Module, parts: Sequence[nn.Module], out: nn.Module) -> tuple[int, int]:
-    heads = _number(module, _HEADS)
+    heads = _number(module, HEADS)
     if heads is None:
         raise UsageError(
             f"parallel.tensor: {name} does not say how many heads it has, and a head must stay on one rank: give it "
@@ -246,7 +246,7 @@ def _heads_of(name: str, module: nn.Module, parts: Sequence[nn.Module], out: nn.
         expected = [heads * size, key_heads * size, key_heads * size]
         found = [widths(part)[1] for part in parts]
     else:
-        key_heads = _number(module, _KEY_HEADS) or heads
+        key_heads = _number(module, KEY_HEADS) or heads
         expected, found = [(heads + 2 * key_heads) * size], [widths(parts[0])[1]]
     if expected != found:
         raise UsageError(
