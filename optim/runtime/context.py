@@ -174,7 +174,8 @@ class Sequences:
         if name not in bound:
             # Transformers broadcasts over a batch dimension of its own.
             named = {**named, name: part.positions.unsqueeze(0) if self._of_transformers else part.positions}
-        targets = None if named.get("labels") is None else self._parts.get(named["labels"])
+        labels = named.get("labels")  # of whole sequences they are not cut
+        targets = self._parts[labels] if labels is not None and labels in self._parts else None
         if targets is not None and targets.shifted is not None and targets.valid is not None:
             named = {**named, **loss_arguments(targets.shifted, targets.valid, self._ranks)}
             self._unequal = None  # the loss is the whole sequence's

@@ -4,9 +4,9 @@
     "blocks.*.mixer.in" = "column"
     "blocks.*.mixer.out" = "row"
 
-``*`` stands for any part of a name. Styles: ``column`` and ``row`` cut a linear layer by its outputs and inputs, ``qkv``
-and ``gate_up`` by the outputs of three or two equal matrices that lie side by side, ``embedding`` and ``head`` by the
-vocabulary; ``sequence`` is a norm between the cut regions, and ``replicate`` keeps a module whole.
+``*`` stands for one part of a name, ``**`` for any number of them. Styles: ``column`` and ``row`` cut a linear layer by its
+outputs and inputs, ``qkv`` and ``gate_up`` by the outputs of three or two equal matrices that lie side by side, ``embedding``
+and ``head`` by the vocabulary; ``sequence`` is a norm between the cut regions, and ``replicate`` keeps a module whole.
 """
 
 from __future__ import annotations
