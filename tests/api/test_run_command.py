@@ -203,6 +203,7 @@ def test_a_training_script_is_recorded_and_its_numbers_are_its_own(tmp_path: Pat
     assert rank.metadata["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_configuration_that_needs_no_code_is_applied(tmp_path: Path) -> None:
     write(tmp_path, "train.py", TRAINING)
     write(

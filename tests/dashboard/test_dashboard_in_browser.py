@@ -52,6 +52,7 @@ def view(page: Any) -> list[float]:
     return list(page.evaluate("window.trine.timeline.current.view"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize(("run", "width"), [("record", 1440), ("job", 1000)])
 def test_every_page_in_both_looks(page: Any, site: Site, theme: str, run: str, width: int) -> None:
@@ -109,6 +110,7 @@ def test_the_overview_sums_and_explains(page: Any, site: Site) -> None:
     assert loss == pytest.approx([3.0 / (1 + step) for step in range(40)])
 
 
+@pytest.mark.slow
 def test_zooming_to_one_kernel(page: Any, site: Site) -> None:
     page.goto(site("timeline", "job"))
     settle(page)
@@ -134,6 +136,7 @@ def test_zooming_to_one_kernel(page: Any, site: Site) -> None:
     page.wait_for_function("document.querySelector('#timeline-table td')")
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_everything_on_the_timeline(page: Any, site: Site) -> None:
     page.goto(site("timeline", "job"))
     settle(page)
@@ -183,6 +186,7 @@ def test_the_address_carries_the_view_through_reload_and_history(page: Any, site
     page.wait_for_selector("#here:has-text('Memory')")
 
 
+@pytest.mark.slow
 def test_the_range_downloads_as_a_trace(page: Any, site: Site) -> None:
     page.goto(site("timeline", "job"))
     settle(page)
@@ -195,6 +199,7 @@ def test_the_range_downloads_as_a_trace(page: Any, site: Site) -> None:
     assert any(event.get("cat") == "compute" for event in trace["traceEvents"])
 
 
+@pytest.mark.slow
 def test_a_million_spans_draw_at_once_and_zoom_to_each(page: Any, site: Site) -> None:
     page.goto(site("timeline", "big/million.json", rank=0))
     settle(page)
@@ -219,6 +224,7 @@ def test_a_million_spans_draw_at_once_and_zoom_to_each(page: Any, site: Site) ->
     assert 0 < whole < 60_000
 
 
+@pytest.mark.slow
 def test_a_run_that_is_training_is_followed_and_never_resent(page: Any, site: Site) -> None:
     page.goto(site("overview", "live"))
     settle(page)
@@ -266,6 +272,7 @@ def test_a_timeline_keeps_its_place_and_offers_newer_data(page: Any, site: Site)
     recorder.close()
 
 
+@pytest.mark.slow
 def test_looks_change_with_a_button_and_stay(page: Any, site: Site) -> None:
     page.goto(site("overview", "record"))
     settle(page)
@@ -283,6 +290,7 @@ def test_looks_change_with_a_button_and_stay(page: Any, site: Site) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
+@pytest.mark.slow
 def test_steps_and_ranks_are_chosen_in_the_address(page: Any, site: Site) -> None:
     page.goto(site("overview", "job"))
     settle(page)
@@ -302,6 +310,7 @@ def test_two_runs_compared_draw_an_arrow(page: Any, site: Site) -> None:
     assert "was 50.0 ms" in page.inner_text(".fact:has-text('Against')")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["broken/cut.json", "absent"])
 def test_what_cannot_be_shown_says_why(page: Any, site: Site, run: str) -> None:
     for name in ("overview", "timeline", "recommendations"):
@@ -328,6 +337,7 @@ def test_names_from_traces_are_shown_and_not_run(page: Any, site: Site) -> None:
         assert page.locator("main img[src='x']").count() == 0
 
 
+@pytest.mark.slow
 def test_every_control_has_a_name(page: Any, site: Site) -> None:
     for name in ("overview", "timeline", "recommendations"):
         page.goto(site(name, "job"))
@@ -351,6 +361,7 @@ def test_the_straggler_of_a_real_job_is_named(page: Any, site: Site, data: Any) 
     assert "Rank 2" in page.inner_text("#finding-straggler h2")
 
 
+@pytest.mark.slow
 def test_eight_real_ranks_on_one_timeline(page: Any, site: Site, data: Any) -> None:
     page.goto(site.address + "timeline?run=kineto/megatron_tp8_a100&theme=dark")
     settle(page)
@@ -371,6 +382,7 @@ def explain(page: Any, site: Site, data: Path, run: str, theme: str = "light") -
     settle(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_pipelines_schedule_is_drawn_and_zooms(page: Any, site: Site, data: Path, theme: str) -> None:
     explain(page, site, data, "pipeline_schedule/pp8", theme)
@@ -391,6 +403,7 @@ def test_a_pipelines_schedule_is_drawn_and_zooms(page: Any, site: Site, data: Pa
     assert page.get_by_role("heading", name="Not answered").count() == 1
 
 
+@pytest.mark.slow
 def test_the_timeline_of_a_schedule_shows_its_micro_batches(page: Any, site: Site, data: Path) -> None:
     page.goto(site.address + "timeline?run=pipeline_schedule/pp8")
     page.wait_for_selector("#timeline-table table tbody tr")
@@ -421,6 +434,7 @@ def test_memory_by_category_adds_up(page: Any, site: Site, data: Path) -> None:
     assert named["parameters"] == pytest.approx(1.57, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_hang_is_the_first_thing_on_its_overview(page: Any, site: Site, data: Path) -> None:
     page.goto(site.address + "overview?run=flight_recorder/gloo_desync")
     settle(page)
@@ -434,6 +448,7 @@ def test_a_hang_is_the_first_thing_on_its_overview(page: Any, site: Site, data: 
         assert page.get_by_role("heading", name=absent).count() == 0
 
 
+@pytest.mark.slow
 def test_the_index_leads_to_each_study_without_drawing_the_page_anew(
     page: Any, site: Site, data: Path
 ) -> None:

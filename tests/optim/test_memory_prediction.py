@@ -158,6 +158,7 @@ def test_the_hopeless_is_refused_without_an_example() -> None:
     engine_within(560_000, example=False).close()
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_refused_with_the_nearest_change() -> None:
     peak = predicted({}, 1).peak_bytes
     with pytest.raises(

@@ -57,6 +57,7 @@ def wait_for(condition: object, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_concurrent_builders_compile_once(
     built: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_background_build_is_for_the_next_run(
     assert ensure_built(wait=False) is not None
 
 
+@pytest.mark.slow
 def test_a_killed_builder_leaves_no_lock(
     built: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +103,7 @@ def test_a_killed_builder_leaves_no_lock(
     assert ensure_built(wait=True) is not None
 
 
+@pytest.mark.slow
 def test_a_failure_is_remembered_until_the_compiler_changes(
     built: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
