@@ -283,7 +283,8 @@ def _policies(assembly: Assembly, model: nn.Module) -> _Policies:
         if parameter.element_size() < 4:
             stored[parameter.dtype] += parameter.numel()
     if precision.dtype is None:
-        low = stored.most_common(1)[0][0]
+        # A stage of a pipeline may hold nothing in half precision.
+        low = stored.most_common(1)[0][0] if stored else torch.float32
     else:
         low = torch.float16 if precision.dtype == "fp16" else torch.bfloat16
     for parameter in model.parameters():

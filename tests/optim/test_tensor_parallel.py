@@ -355,6 +355,14 @@ def test_a_devices_generator_is_left_as_it_was() -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_of_ones_own_holds_on_every_stage(four_ranks: RankPool) -> None:
+    """The names are the model's, although a stage has the model inside, and others' modules are not there."""
+    changes = {**TENSOR, "parallel.pipeline": 2, "parallel.microbatches": 2}
+    for ours, plain in four_ranks.run("tensor_cases:own_plan", changes):
+        assert ours == pytest.approx(plain, rel=1e-10)
+
+
+@pytest.mark.slow
 def test_compiled_blocks_take_rows_of_several_lengths(two_ranks: RankPool) -> None:
     """PyTorch would make lengths dynamic from the second on, and fail on DTensors of unknown sizes."""
     for differences in two_ranks.run("tensor_cases:lengths_compiled"):

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from trine.optim._globs import matches
+from trine.optim.runtime.adoption import plain_name
+from trine.optim.runtime.pipelining.placeholders import Placeholder
 from trine.optim.runtime.tensor_plans.roles import is_linear
 from trine.record.errors import UsageError
 
@@ -31,13 +33,14 @@ def styles_of(model: nn.Module, own: Mapping[str, str], is_stage: bool = False) 
     Raises ``UsageError`` for what matches nothing, but in a pipeline's stage, and for a style that the module cannot have.
     """
     found: dict[str, str] = {}
-    named = dict(model.named_modules())
+    # Of a stage too, the names are the model's; what stands there for a module of another stage has no style.
+    named = {name: module for name, module in model.named_modules() if not isinstance(module, Placeholder)}
     for pattern, style in own.items():
         if style not in STYLES:
             raise UsageError(
                 f'parallel.plan: "{pattern}" is to be {style!r}: a style is one of {", ".join(STYLES)}'
             )
-        matched = [name for name in named if name and matches(pattern, name)]
+        matched = [name for name in named if name and matches(pattern, plain_name(name))]
         if not matched and not is_stage:
             listed = ", ".join(name for name in named if name and name.count(".") <= 1)[:200]
             raise UsageError(f'parallel.plan: no module is called "{pattern}"; there are {listed}')
