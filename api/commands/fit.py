@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tomllib
@@ -148,6 +149,9 @@ def _pair(word: str, where: str) -> tuple[str, Any]:
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9.]+(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
+    found = math.nan
+    if match is not None and match[1].count(".") < 2 and match[1] != ".":
+        found = float(match[1]) * _UNITS.get(match[2].upper(), math.nan)
+    if not math.isfinite(found):
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 80GiB, 24GB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(found)

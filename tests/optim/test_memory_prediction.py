@@ -224,6 +224,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("fit trine.samples.sizing:gpt layers", "no KEY=VALUE"),
         ("fit trine.samples.sizing:gpt layers=1 hiden=64", "hiden"),
         ("fit trine.samples.sizing:gpt --capacity much", "is no size"),
+        ("fit trine.samples.sizing:gpt --capacity 1e400", "is no size"),
     ],
 )
 def test_the_command_names_mistakes(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
