@@ -203,7 +203,37 @@ def late() -> Any:
     return Late()
 
 
+def detached(frozen: bool = False) -> Any:
+    """Nothing before the cut is trained; what is there is frozen, or has been forgotten."""
+    from torch import nn
+
+    class Detached(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x.detach()).tanh()
+
+    blocks = [nn.Linear(16, 16), nn.Linear(16, 16), Detached(16, 16), Detached(16, 16)]
+    model = nn.Sequential(nn.Linear(12, 16), nn.ModuleList(blocks), nn.Linear(16, 10))
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.blocks, self.head = model
+
+        def forward(self, x: Any) -> Any:
+            x = self.inner(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    whole = Whole()
+    for part in [whole.inner, *whole.blocks[:3]] if frozen else []:
+        part.requires_grad_(False)
+    return whole
+
+
 MODELS = {
+    "detached": detached,
+    "detached, frozen": lambda: detached(True),
     "llama": llama,
     "llama tied": lambda: llama(True),
     "gpt2": gpt2,
@@ -219,7 +249,7 @@ MODELS = {
 }
 
 
-_SCORES = ("sequential", "skipping", "by name", "late", "crossing", "biased")
+_SCORES = ("detached", "detached, frozen", "sequential", "skipping", "by name", "late", "crossing", "biased")
 
 
 def made(name: str) -> Any:

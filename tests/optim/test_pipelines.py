@@ -80,6 +80,23 @@ def test_without_an_example_the_first_step_says_so_on_all_ranks(name: str, rank:
     assert f"rank {rank} failed by itself: parallel.pipeline: " in found[1 - rank] and said in found[1 - rank]
 
 
+def test_a_loss_that_depends_on_no_stage_before_is_refused() -> None:
+    """One process leaves those gradients out; zeros would let weight decay move what it never moves."""
+    found = optim_cases.on_ranks(2, pipeline_cases.failing, "detached")
+    said = "the loss depends on nothing that stage 1 was handed"
+    assert said in found[1]
+    assert "rank 1 failed by itself" in found[0] and said in found[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_nothing_is_refused_where_the_stages_before_are_frozen(schedule: str, two_ranks: RankPool) -> None:
+    plain = pipeline_cases.plain("detached, frozen")
+    for losses, _ in two_ranks.run(
+        "pipeline_cases:piped", "detached, frozen", {"parallel.schedule": schedule}
+    ):
+        assert losses == pytest.approx(plain, rel=1e-12)
+
+
 def test_evaluation_and_modes(two_ranks: RankPool) -> None:
     """engine.evaluate is the whole model's mean loss; both the given model and engine.model switch dropout off."""
     for schedule in ("1f1b", "zbv"):

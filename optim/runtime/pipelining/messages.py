@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from trine.optim.runtime.lost_ranks import has_failed
@@ -104,6 +105,14 @@ class Forms:
             store.delete_key(key)
         return self.known[stage, number]
 
+    def tell_trained(self, stage: int, trained: bool) -> None:
+        """Whether a stage has parameters that are trained; every rank tells it of its own, once."""
+        _store().set(f"{self.prefix}/trained/{stage}", "1" if trained else "")
+
+    def is_trained(self, stage: int) -> bool:
+        """Of any stage."""
+        return bool(_store().get(f"{self.prefix}/trained/{stage}"))
+
     def _key(self, stage: int, number: int) -> str:
         return f"{self.prefix}/{stage}/{number}"
 
@@ -133,6 +142,9 @@ class Messages(PipelineStage):
         self.numbers: list[int] = []
         self._hidden: dict[int, torch.Tensor] = {}  # received, and not yet used
         self._gradients: dict[int, torch.Tensor] = {}
+        self._whole: set[int] = (
+            set()
+        )  # micro-batches whose backward was not divided, although the schedule divides it
 
     # --- set up ------------------------------------------------------------------------------------
 
@@ -157,6 +169,7 @@ class Messages(PipelineStage):
         super().clear_runtime_states()
         for kept in (self.bwd_cache, self.backward_state, self.dw_runner, self._hidden, self._gradients):
             kept.clear()
+        self._whole.clear()
 
     # --- messages ----------------------------------------------------------------------------------
 
@@ -195,6 +208,7 @@ class Messages(PipelineStage):
             return []
         (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
         if gradient is None:  # the loss does not depend on it
+            self._task.unused[self.stage_index] += 1
             form = self._forms.known[self.stage_index - 1, self.numbers[bwd_chunk_id]]
             gradient = torch.zeros(form.shape, dtype=form.dtype, device=self.device)
         return [self._operation(distributed.isend, gradient.contiguous(), self.stage_index - 1)]
@@ -212,6 +226,7 @@ class Messages(PipelineStage):
         """From a stage of the same rank."""
         (gradient,) = next_stage_bwd_outputs
         if gradient is None:  # the loss does not depend on it
+            self._task.unused[self.stage_index + 1] += 1
             gradient = torch.zeros_like(self.fwd_cache[mb_index][0][0])
         self._gradients[mb_index] = gradient
 
@@ -240,15 +255,25 @@ class Messages(PipelineStage):
     ) -> None:
         """Backward of one micro-batch, of all or of the input alone."""
         began = time.perf_counter_ns()
+        direction = "B" if full_backward else "I"
+        if not full_backward and not self.is_first:
+            (output,), (hidden,) = self.fwd_cache[bwd_chunk_id]
+            if output.requires_grad and not reaches(output, hidden):
+                # PyTorch finds the parameters behind a gradient of the input; here there is none, and they would get none.
+                self._whole.add(bwd_chunk_id)
+                full_backward = True
         with self._guarded(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._note("B" if full_backward else "I", bwd_chunk_id, began)
+        self._note(direction, bwd_chunk_id, began)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The rest of a backward that was of the input alone."""
         began = time.perf_counter_ns()
-        with self._guarded(bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if bwd_chunk_id in self._whole:
+            self._whole.remove(bwd_chunk_id)
+        else:
+            with self._guarded(bwd_chunk_id):
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._note("W", bwd_chunk_id, began)
 
     def _guarded(self, index: int) -> AbstractContextManager[None]:
@@ -258,3 +283,18 @@ class Messages(PipelineStage):
     def _note(self, direction: str, index: int, began: int) -> None:
         if self.worked is not None:
             self.worked.append((direction, self.stage_index, index, began, time.perf_counter_ns()))
+
+
+def reaches(output: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether a gradient of ``output`` comes to ``leaf``, by the autograd graph. Both require gradients."""
+    wanted = get_gradient_edge(leaf).node
+    seen = {get_gradient_edge(output).node}
+    left = list(seen)
+    while left:
+        node = left.pop()
+        if node is wanted:
+            return True
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        left += following
+    return False

@@ -17,7 +17,7 @@ from trine.optim.runtime.lost_ranks import announce
 from trine.optim.runtime.pipelining.messages import Forms, Messages, Worked
 from trine.optim.runtime.pipelining.schedules import Schedule, ideal_bubble, orders_of
 from trine.optim.runtime.pipelining.split import rank_of_stage
-from trine.record.errors import UsageError
+from trine.record.errors import TrainingError, UsageError
 from trine.record.events import emit, is_heard
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Runner:
                 schedule._step_microbatches(
                     kwarg_mbs=[{}] * len(pieces), target_mbs=[None] * len(pieces), return_outputs=False
                 )
+            self._require_used(len(pieces))
         except BaseException as error:  # the other stages wait for this one's messages
             announce(error, distributed.get_rank())
             raise
@@ -192,6 +193,8 @@ class Runner:
                     for index in range(self._count)
                 }
                 self._messages.append(stage)
+                trained = any(parameter.requires_grad for parameter in module.parameters())
+                self._forms.tell_trained(module.index, trained)
         self._task.pieces, self._task.losses = pieces, losses
         self.worked.clear()
         self.microbatches = len(pieces)
@@ -199,9 +202,24 @@ class Runner:
         for stage in self._messages:
             stage.numbers = numbers
 
+    def _require_used(self, microbatches: int) -> None:
+        """Raise ``TrainingError`` where the loss depends on nothing that stages before, which are trained, handed on.
+
+        One process would leave their gradients out; a pipeline sends zeros, with which weight decay and momentum would move
+        the parameters all the same.
+        """
+        for stage, times in self._task.unused.items():
+            if times == microbatches and any(self._forms.is_trained(before) for before in range(stage)):
+                raise TrainingError(
+                    f"parallel.pipeline: the loss depends on nothing that stage {stage} was handed (a detach(), no_grad() or an "
+                    "output that is not used), and stages before it are trained: freeze them (requires_grad_(False)), or "
+                    "take parallel.pipeline out"
+                )
+
     def _finish(self) -> None:
         self._task.pieces, self._task.losses = [], None
         self._task.guards.clear()
+        self._task.unused.clear()
 
     def _scheduled(self, microbatches: int) -> Any:
         """PyTorch's schedule for so many; made once."""

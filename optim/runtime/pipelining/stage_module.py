@@ -10,7 +10,7 @@ two blocks in the model's code therefore runs once, on the earlier stage.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -53,6 +53,8 @@ class Task:
     returned: int | None = None
     #: Micro-batch → what the last stage's backward of it runs in.
     guards: dict[int, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
+    #: Stage → micro-batches of this step whose loss did not depend on what it was handed.
+    unused: Counter[int] = field(default_factory=Counter)
 
 
 class Stage(nn.Module):
