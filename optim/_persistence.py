@@ -36,7 +36,8 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """
     from trine.optim.runtime.checkpoints.description import is_whole, series
 
-    return next((each for each in series(Path(folder)) if is_whole(each)), None)
+    path = require_path(folder, "trine.latest_checkpoint")
+    return next((each for each in series(path) if is_whole(each)), None)
 
 
 class Persistent:
@@ -105,14 +106,16 @@ class Persistent:
         Raises ``UsageError`` on every rank in the middle of an accumulation, and where any rank cannot write.
         """
         self._require_between_steps("engine.save")
-        require_path(folder, "engine.save")
+        path = require_path(folder, "engine.save")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise UsageError(f"engine.save: keep = {keep!r} is how many checkpoints stay: 1 or more")
+        if not isinstance(asynchronous, bool):
+            raise UsageError(f"engine.save: asynchronous is True or False, not {asynchronous!r}")
         if self._broken is not None:
             raise UsageError(self._broken)
         with self._naming_lost_ranks():
             return self._keeper.save(
-                Path(folder), self._update.scheduler, self._steps_done(), self._data_state, keep, asynchronous
+                path, self._update.scheduler, self._steps_done(), self._data_state, keep, asynchronous
             )
 
     def load(self, folder: str | os.PathLike[str], *, newest: bool = False, data: bool = True) -> int:
@@ -126,9 +129,9 @@ class Persistent:
         model or optimizer. Where that was found half way, the engine takes no step until a load has succeeded.
         """
         self._require_outside("engine.load")
-        require_path(folder, "engine.load")
+        path = require_path(folder, "engine.load")
         with self._naming_lost_ranks():
-            loaded = self._keeper.load(Path(folder), self._update.scheduler, newest, self._half_loaded)
+            loaded = self._keeper.load(path, self._update.scheduler, newest, self._half_loaded)
         if self._broken == _HALF_LOADED:
             self._broken = None
         self._index = loaded.step
@@ -199,7 +202,11 @@ _HALF_LOADED = (
 )
 
 
-def require_path(folder: Any, call: str) -> None:
-    """Raise ``UsageError`` for what is no path."""
+def require_path(folder: Any, call: str) -> Path:
+    """``folder``, absolute and without links. Raises ``UsageError`` for what is no path, and for links in a circle."""
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
         raise UsageError(f"{call} takes the path of a folder, not {folder!r}")
+    try:
+        return Path(folder).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(f"{call}: {os.fspath(folder)!r} is no path that can be followed: {error}") from error

@@ -247,6 +247,15 @@ def test_checkpoints_of_others(tmp_path: Path) -> None:
     engine.train_step(BATCH)
     assert "takes the path of a folder" in _refusal(lambda: engine.save(None))
     assert "takes the path of a folder" in _refusal(lambda: engine.save(""))
+    assert "takes the path of a folder" in _refusal(lambda: trine.latest_checkpoint(b"runs"))  # type: ignore[arg-type]
+    assert "asynchronous is True or False, not 'yes'" in _refusal(
+        lambda: engine.save("runs", asynchronous="yes")
+    )
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    for call in (engine.save, engine.load, trine.latest_checkpoint):
+        for path in (circle, "runs\0"):
+            assert "is no path that can be followed" in _refusal(lambda call=call, path=path: call(path))
     engine.save(tmp_path / "one")
     model = small()
     descent = _engine(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

@@ -45,7 +45,7 @@ class Keeper:
         emit("region_begin", region="checkpoint", name="engine.save")  # as long as training stands still
         try:
             self._settle_together()
-            folder = folder.resolve() if keep is None else folder.resolve() / name_of(step)
+            folder = folder if keep is None else folder / name_of(step)
             return self._save(folder, scheduler, step, data, keep, asynchronous)
         finally:
             emit("region_end")
@@ -71,7 +71,7 @@ class Keeper:
     def load(self, folder: Path, scheduler: Any, newest: bool, begins: Callable[[], None]) -> Loaded:
         """Take it back; what is being written is awaited before."""
         self._settle_together()
-        return load(folder.resolve(), self._assembly, scheduler, self._ranks, newest, begins)
+        return load(folder, self._assembly, scheduler, self._ranks, newest, begins)
 
     def settle(self) -> None:
         """Wait for the save that is under way. Raises what went wrong with it, once."""
