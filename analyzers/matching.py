@@ -190,13 +190,20 @@ def _meet(calls: Calls) -> bool:
 
 
 def _meeting(calls: Calls) -> float:
-    """Share of calls that all must enter that overlap on all ranks, once each clock is set by the ends."""
+    """Share of calls that all must enter that overlap on all ranks, by their clocks or once these are set by the ends.
+
+    Ranks of one host have one clock, and where they share its cores a short call ends on each when that one's turn comes.
+    """
     known = ((calls.start_ns != MISSING) & (calls.end_ns != MISSING)).all(axis=1)
     if calls.pattern != "all" or not known.any():
         return 1.0
     start, end = calls.start_ns[known], calls.end_ns[known]
     offset = np.stack([trend_of(column, end[:, 0] - column)[0].at(column) for column in end.T], axis=1)
-    return share((start + offset).max(axis=1) <= (end + offset).min(axis=1))
+    return max(_overlapping(start, end), _overlapping(start + offset, end + offset))
+
+
+def _overlapping(start: Array, end: Array) -> float:
+    return share(start.max(axis=1) <= end.min(axis=1))
 
 
 def _calls_of(

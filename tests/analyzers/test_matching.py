@@ -272,3 +272,17 @@ def test_whatever_was_lost_and_however_clocks_differ_the_same_calls_are_found(
     ]
     matched, _, _ = match_collectives(summaries)
     assert only(matched).rows.tolist() == [[row, i, row] for i, row in enumerate(kept.tolist())]
+
+
+def test_short_calls_that_end_when_each_rank_has_its_turn_are_the_same_calls() -> None:
+    """Ranks that share a host's cores: on one clock all calls overlap; set by their ends the clocks would be apart."""
+    ends = times(40, gap=100_000_000)
+    turns = np.random.default_rng(1).integers(0, 40_000_000, (3, 40))
+    turns[0] = 0
+    summaries = [
+        summary_of(rank, calls_at(ends - 1_000_000, ends + turns[rank], sequence=np.arange(40)))
+        for rank in range(3)
+    ]
+    matched, _, quality = match_collectives(summaries)
+    assert len(only(matched).rows) == 40
+    assert quality == []
