@@ -111,6 +111,7 @@ def job_of(*readers: object, path: Path) -> Job:
     return Job(path, "kineto", sources, None)
 
 
+@pytest.mark.slow
 def test_real_ranks_give_what_one_process_gives(cluster: str, data: Path) -> None:
     job = trine.load(data / "traces" / "kineto" / "torchrec_straggler_v100")
     assert to_json(analyze(job, scheduler=cluster)) == to_json(analyze(job, workers=1))
@@ -154,6 +155,7 @@ def test_a_silent_cluster_is_given_up(cluster: str, tmp_path: Path, monkeypatch:
     assert isinstance(outcome, UnreadableInput) and "nothing came back" in str(outcome)
 
 
+@pytest.mark.slow
 def test_nobody_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -257,6 +257,7 @@ if "fail" in sys.argv and rank == 1:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 @pytest.mark.parametrize(
     "natural",

@@ -162,6 +162,7 @@ def test_the_keyboard_reaches_everything_on_the_timeline(page: Any, site: Site) 
     assert page.inner_text("#timeline-selection") == ""
 
 
+@pytest.mark.slow
 def test_the_address_carries_the_view_through_reload_and_history(page: Any, site: Site) -> None:
     page.goto(site("timeline", "job", rank=1, theme="dark"))
     settle(page)
@@ -255,6 +256,7 @@ def test_a_run_that_is_training_is_followed_and_never_resent(page: Any, site: Si
     page.wait_for_selector("#run-state .pill.finished")
 
 
+@pytest.mark.slow
 def test_a_timeline_keeps_its_place_and_offers_newer_data(page: Any, site: Site) -> None:
     recorder = Recorder(site.root / "live-timeline")
     recorder.steps(4)

@@ -74,6 +74,7 @@ def test_one_process_resumes_bit_for_bit(tmp_path: Path) -> None:
 # --- read by another sharding --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_sharding_reads_every_other(two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     saved = two_ranks.run("resume_cases:saved_by", {"zero.stage": 3}, folder)[0]

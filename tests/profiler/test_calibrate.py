@@ -66,6 +66,7 @@ def test_the_command_keeps_what_it_measures(
     assert again["processor"]["measured"][0]["flops_per_s"]["fp32"] == kept.flops_per_s["fp32"]
 
 
+@pytest.mark.slow
 def test_ranks_that_take_too_long_are_ended() -> None:
     with pytest.raises(TrineError, match="took longer than 0 s"):
         calibrate.measure_all_reduce(2, seconds=0.01)

@@ -123,6 +123,7 @@ def test_a_failure_is_remembered_until_the_compiler_changes(
     assert ensure_built(wait=True) is not None
 
 
+@pytest.mark.slow
 def test_a_library_that_does_not_work_is_not_published(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_digits_are_the_same_everywhere_and_differ_from_each_other() -> None:
             assert abs(images[one] - images[other]).mean() > 0.05, (one, other)
 
 
+@pytest.mark.slow
 def test_it_learns_to_read(tmp_path: Path) -> None:
     size = ["--hidden", "64", "--heads", "4", "--images", "2048", "--batch", "32"]
     losses = _losses(tmp_path, *size, "--steps", "60", "--rate", "2e-3")
