@@ -37,13 +37,17 @@ def naming_lost_ranks(function: Callable[_Arguments, _Result]) -> Callable[_Argu
 
     @functools.wraps(function)
     def called(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        engine: Any = arguments[0]
+        paths = engine._assembly.paths
         try:
             return function(*arguments, **named)
+        except (KeyboardInterrupt, SystemExit) as ending:  # this rank alone, perhaps: the others wait for it
+            if paths is not None:
+                paths.failed(ending)
+            raise
         except Exception as error:
             from trine.optim.runtime.lost_ranks import explained
 
-            engine: Any = arguments[0]
-            paths = engine._assembly.paths
             told = None if paths is None else paths.told_of(error)
             if told is None:
                 told = explained(error, engine._facts.rank, engine._facts.ranks, engine.step_index)

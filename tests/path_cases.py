@@ -30,12 +30,13 @@ class Skipping(nn.Module):
         self.outputs = nn.Linear(width, 4)
         self.order: list[int] = list(range(blocks))
         self.fails: int | None = None
+        self.failure: type[BaseException] = ValueError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inputs(x)
         for place in self.order:
             if place == self.fails:
-                raise ValueError("a block that fails")
+                raise self.failure("a block that fails")
             x = x + self.blocks[place](x)
         result: torch.Tensor = self.outputs(x)
         return result
@@ -69,6 +70,7 @@ def run(
             inner.order = orders.get(step, {}).get(rank, inner.order)
             if options.get("fails_at") == (step, rank):
                 inner.fails = options["fails_in"]
+                inner.failure = options.get("fails_with", ValueError)
             batch = (torch.randn(8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator))
             losses.append(float(engine.train_step(batch)))
             if options.get("evaluates") == step and rank == 0:
@@ -76,8 +78,8 @@ def run(
                     engine(batch[0])
     except TrineError as error:
         said = f"{type(error).__name__}: {error}"
-    except ValueError as error:
-        said = f"ValueError: {error}"
+    except (ValueError, SystemExit) as error:
+        said = f"{type(error).__name__}: {error}"
         time.sleep(options.get("lingers_s", 0.0))
     seconds = time.monotonic() - began
     paths = engine._assembly.paths

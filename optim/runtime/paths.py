@@ -249,12 +249,13 @@ class Paths:
         forward = self._forward if self.busy else self._forward + 1  # it would have been the next
         self.busy = False
         if self.verdict is None:
-            said = " ".join(str(error).partition("\n")[0].split())
+            words = " ".join(str(error).partition("\n")[0].split())
+            said = f"{type(error).__name__}: {words}" if words else type(error).__name__
             entered = self.last_name
             where = f", after it entered {entered}" if entered else ""
             self._store.sign(
                 forward,
-                f"optimizer step {self._step}: rank {self._rank} failed{where} ({type(error).__name__}: {said}), and the "
+                f"optimizer step {self._step}: rank {self._rank} failed{where} ({said}), and the "
                 "other ranks waited for it: look at its log, and start again from a checkpoint",
             )
 

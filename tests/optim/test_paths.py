@@ -72,11 +72,17 @@ def test_what_is_no_harm_trains_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [Z3, PLAIN], ids=["zero 3", "replicas"])
-def test_the_others_learn_of_an_exception_on_one_rank(changes: dict[str, Any]) -> None:
-    options = {"fails_at": (3, 1), "fails_in": 1, "lingers_s": 6.0}
+@pytest.mark.parametrize(
+    ("changes", "failure"),
+    [(Z3, ValueError), (PLAIN, ValueError), (PLAIN, SystemExit)],
+    ids=["zero 3", "replicas", "it ends itself"],
+)
+def test_the_others_learn_of_an_exception_on_one_rank(
+    changes: dict[str, Any], failure: type[BaseException]
+) -> None:
+    options = {"fails_at": (3, 1), "fails_in": 1, "fails_with": failure, "lingers_s": 6.0}
     first, second = (each[0] for each in path_cases.on_ranks(2, "case", [(changes, {}, options)]))
-    assert second["said"] == "ValueError: a block that fails"
+    assert second["said"] == f"{failure.__name__}: a block that fails"
     assert first["said"].startswith(
         "TrainingError: optimizer step 3: rank 1 failed, after it entered blocks.0"
     )
