@@ -186,11 +186,18 @@ def _check_parameters(config: Config, facts: Facts) -> None:
             "and go. Drop one of them"
         )
     from trine.optim.runtime.shard_units import sharded_units
+    from trine.optim.runtime.tiers.block_parameters import is_away
 
-    if not sharded_units(facts.model):
+    units = sharded_units(facts.model)
+    if not units:
         raise UsageError(
             "offload.parameters: the model has no list of like blocks (a ModuleList or Sequential) whose parameters could come "
             "and go: take the key out"
+        )
+    if any(is_away(unit) for unit in units):
+        raise UsageError(
+            "offload.parameters: another engine offloads this model's parameters, and would write over what this one trains: "
+            "call its close() first"
         )
 
 

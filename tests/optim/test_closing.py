@@ -13,6 +13,7 @@ from torch import nn
 
 import trine
 from trine.optim.techniques import loading
+from trine.record.errors import UsageError
 
 
 def _engine(changes: dict[str, Any], model: Any = None) -> Any:
@@ -32,6 +33,17 @@ def test_hooks_are_taken_off_the_model(changes: dict[str, Any]) -> None:
     assert _hooks(model) > 0
     engine.close()
     assert _hooks(model) == 0
+
+
+def test_parameters_are_offloaded_by_one_engine_at_a_time() -> None:
+    """The first, closed late, would bring its own copies back over what the second has trained."""
+    away = {"offload.parameters": "cpu", "offload.optimizer": "cpu"}
+    model = optim_cases.small_gpt()
+    first = _engine(away, model)
+    with pytest.raises(UsageError, match=r"offload\.parameters: another engine .* call its close\(\) first"):
+        _engine(away, model)
+    first.close()
+    _engine(away, model).close()
 
 
 def test_one_closer_that_fails_keeps_none_of_the_others() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,11 +33,19 @@ from trine.optim.runtime.tiers.slots import is_dense
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Facts
 
-__all__ = ["BlockParameters"]
+__all__ = ["BlockParameters", "is_away"]
 
 logger = logging.getLogger("trine")
 
 _THREADS = 2
+
+#: Blocks that an engine takes off the device. A second one would give their parameters homes that the first writes over.
+_AWAY: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def is_away(block: nn.Module) -> bool:
+    """Whether an engine that was not closed takes this block's parameters off the device."""
+    return block in _AWAY
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +119,7 @@ class BlockParameters:
             self._block(place, module, tier, names, file)
             for place, (module, tier) in enumerate(homes.items())
         ]
+        _AWAY.update(homes)
 
     def _block(
         self,
@@ -192,6 +202,7 @@ class BlockParameters:
         self._closing = True
         for block in self._blocks:
             self._fetch(block)
+            _AWAY.discard(block.module)
 
     # --- hooks ---------------------------------------------------------------------------------
 
