@@ -62,6 +62,14 @@ def require_trainable(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
             f"{on_meta[0]} is on the meta device, where nothing has values: model.to_empty(device=...) and initialise it "
             "first"
         )
+    given_up = [
+        name for name, each in model.named_parameters() if each.numel() > 1 and not any(each.stride())
+    ]
+    if given_up:  # one element, repeated: what a pipeline leaves of other ranks' stages
+        raise UsageError(
+            f"{given_up[0]} has one value for all its elements, as a pipeline leaves what another rank holds: give "
+            "trine.optimize a model that was made anew, with its optimizer"
+        )
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         listed = ", ".join(sorted(map(str, devices)))

@@ -345,6 +345,25 @@ def refused(rank: int, name: str, example: bool, changes: Mapping[str, Any] | No
     return "not refused"
 
 
+def again(rank: int, name: str) -> str:
+    """What is said of a model that a pipeline has cut, and that is given to ``trine.optimize`` once more."""
+    import torch
+
+    import trine
+
+    model = made(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = trine.Config().with_changes({"parallel.pipeline": 2, "parallel.microbatches": 2})
+    engine = trine.optimize(model, optimizer, config, loss_fn=loss_for(name))
+    try:
+        trine.optimize(model, optimizer, config, loss_fn=loss_for(name))
+    except trine.TrineError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "not refused"
+
+
 def failing(rank: int, ranks: int, name: str) -> str:
     """What the first step says, of a model that cannot be cut so."""
     import trine

@@ -168,6 +168,7 @@ def test_the_record_holds_bubbles(two_ranks: RankPool, tmp_path: Path) -> None:
             'compute.compile and parallel.schedule = "zbv" cannot be combined',
         ),
         ({"zero.stage": 1}, "zero.stage = 1"),
+        ({"parallel.microbatches": 10**23}, "before the first step: use 65536 or fewer"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(
@@ -175,6 +176,11 @@ def test_combinations_that_cannot_work_are_refused(
 ) -> None:
     for refusal in two_ranks.run("pipeline_cases:refused", "vision", False, changes):
         assert said in refusal and "\n" not in refusal
+
+
+def test_a_model_that_was_cut_is_not_cut_again(two_ranks: RankPool) -> None:
+    for refusal in two_ranks.run("pipeline_cases:again", "vision"):
+        assert "has one value for all its elements, as a pipeline leaves" in refusal and "\n" not in refusal
 
 
 # --- a rank lost ------------------------------------------------------------------------------------------

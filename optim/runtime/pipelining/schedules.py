@@ -23,6 +23,10 @@ from trine.record.errors import UsageError
 __all__ = ["SCHEDULES", "SHORT", "Schedule", "Times", "ideal_bubble", "orders_of", "schedule_of"]
 
 
+#: More than any batch is cut into; a slip of the keyboard would otherwise keep ranks laying out their order for ever.
+MOST_MICROBATCHES = 65_536
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """One of PyTorch's, and what it asks of the configuration."""
@@ -38,6 +42,8 @@ class Schedule:
 
     def problem(self, ranks: int, chunks: int, microbatches: int) -> str | None:
         """Why so many micro-batches cannot be run, with the nearest numbers that can; ``None`` where they can."""
+        if microbatches > MOST_MICROBATCHES:
+            return f"the order of all is laid out before the first step: use {MOST_MICROBATCHES} or fewer"
         if self.name == "1F1B" and microbatches < ranks:
             return f'1F1B needs {ranks} or more, as many as it has stages; "gpipe" runs any number'
         if self.name == "DualPipeV" and microbatches < ranks * chunks:
