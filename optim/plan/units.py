@@ -1,0 +1,79 @@
+"""Bandwidths that cannot be mistaken: bytes a second, of one device, in one direction.
+
+Vendors quote links in bits or in bytes, both directions together or one, a node's adapters or a device's. A plain number
+says none of it, so nothing here takes one: a :class:`Bandwidth` is made by a name that says what is given.
+
+    Bandwidth.gigabytes_per_s(450)                  NVLink 4, one direction, of one device
+    Bandwidth.gigabytes_per_s(900, directions=2)    the same, as the datasheet adds both directions
+    Bandwidth.gigabits_per_s(400)                   an adapter a device
+    Bandwidth.gigabits_per_s(1600, devices=8)       a node's adapters, shared by its eight devices
+    Bandwidth.parse("400 Gb/s")                     from a file; the unit is required
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from trine.record.errors import UsageError
+
+__all__ = ["Bandwidth", "spell_bytes", "spell_seconds"]
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_WRITTEN = re.compile(r"\s*([0-9.eE+-]+)\s*([kmgtKMGT]?)(i?)([bB])\s*(?:/|p)\s*s\s*")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bandwidth:
+    """``bytes_per_s`` of one device in one direction; positive and finite."""
+
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        value = self.bytes_per_s
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UsageError(f"a bandwidth must be a positive number of bytes a second, not {value!r}")
+
+    @classmethod
+    def gigabytes_per_s(cls, value: float, *, directions: int = 1, devices: int = 1) -> Bandwidth:
+        """Of 10⁹ bytes; ``directions=2`` where both are added up, ``devices`` that share the figure."""
+        return cls(value * 1e9 / directions / devices)
+
+    @classmethod
+    def gigabits_per_s(cls, value: float, *, directions: int = 1, devices: int = 1) -> Bandwidth:
+        """Of 10⁹ bits; ``directions=2`` where both are added up, ``devices`` that share the figure."""
+        return cls(value * 1e9 / 8 / directions / devices)
+
+    @classmethod
+    def parse(cls, text: str) -> Bandwidth:
+        """From ``"450 GB/s"`` or ``"400 Gb/s"``: decimal prefixes, B for bytes and b for bits. Raises ``UsageError``."""
+        found = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
+        if found is None or found[3]:
+            raise UsageError(
+                f'{text!r} is no bandwidth: write a number with its unit, "450 GB/s" in bytes or "400 Gb/s" in bits, '
+                "of one device in one direction"
+            )
+        try:
+            value = float(found[1])
+        except ValueError:
+            raise UsageError(f"{found[1]!r} in {text!r} is no number") from None
+        return cls(value * _PREFIXES[found[2].lower()] / (8 if found[4] == "b" else 1))
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e9:.4g} GB/s"
+
+
+def spell_bytes(value: float) -> str:
+    """For people: ``"12.3 GiB"``."""
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(value) >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def spell_seconds(value: float) -> str:
+    """For people: ``"1.23 s"``, ``"45.6 ms"``."""
+    if abs(value) >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.1f} µs"

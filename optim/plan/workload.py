@@ -1,0 +1,217 @@
+"""What is trained: the dimensions of a transformer, what they hold in parameters, and what a token costs.
+
+    Workload(name="gpt-22b", layers=48, hidden=6144, heads=64, ffn=24576, vocab=51200, sequence=2048)
+    Workload(name="llama3-70b", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, vocab=128256, sequence=8192)
+
+Symbols in the formulas: s sequence, l layers, h hidden, a heads, k key and value heads, d head size, f feed-forward,
+V vocabulary. Counts are of weights; biases and norms are counted where a model has them (``bias``), since they are what
+memory is compared with to the percent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from trine.record.errors import UsageError
+
+__all__ = ["Convention", "LatentAttention", "Workload"]
+
+#: The conventions of ``mfu`` in the design, without ``counted``, which needs a run.
+Convention = Literal["palm", "megatron", "narayanan", "6n"]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): ranks and head sizes. ``query_rank`` 0: queries are not compressed."""
+
+    kv_rank: int
+    query_rank: int = 0
+    rope_head_size: int = 64
+    value_head_size: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A decoder-only transformer, dense or a mixture of experts. Sizes are counts of elements.
+
+    ``gated``: SwiGLU and GeGLU, three matrices a feed-forward instead of two. ``window``: tokens that attention looks back
+    over, 0 for all; ``window_layers`` of the layers do. ``experts`` 0: dense; else each token visits ``experts_per_token`` of
+    them and all ``shared_experts``, each of ``expert_ffn``; the first ``dense_layers`` are dense, of ``ffn``.
+    ``load_imbalance``: the busiest expert rank's share over the mean's. Raises ``UsageError`` naming the field.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    sequence: int
+    kv_heads: int = 0
+    head_size: int = 0
+    gated: bool = False
+    bias: bool = True
+    tied_embeddings: bool = True
+    learned_positions: bool = False
+    causal: bool = True
+    dropout: bool = False
+    window: int = 0
+    window_layers: int = -1
+    latent: LatentAttention | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    load_imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{self.name}: {name} must be at least 1, not {getattr(self, name)}")
+        defaults = {
+            "kv_heads": self.kv_heads or self.heads,
+            "head_size": self.head_size or max(1, self.hidden // self.heads),
+            "expert_ffn": self.expert_ffn or (self.ffn if self.experts else 0),
+            "window_layers": (self.layers if self.window else 0)
+            if self.window_layers < 0
+            else self.window_layers,
+        }
+        for name, value in defaults.items():
+            object.__setattr__(self, name, value)
+        if self.heads % self.kv_heads:
+            raise UsageError(
+                f"{self.name}: heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
+            )
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise UsageError(
+                f"{self.name}: experts_per_token must be from 1 to experts ({self.experts}), not {self.experts_per_token}"
+            )
+        if self.dense_layers > self.layers:
+            raise UsageError(
+                f"{self.name}: dense_layers {self.dense_layers} is more than layers {self.layers}"
+            )
+
+    def with_changes(self, **changes: Any) -> Workload:
+        """A copy with other dimensions; what was derived from those that change must be given too."""
+        return replace(self, **changes)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether there are experts."""
+        return self.experts > 0
+
+    @property
+    def mixture_layers(self) -> int:
+        """Layers whose feed-forward is a mixture of experts."""
+        return self.layers - self.dense_layers if self.is_mixture else 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of a layer's attention: 2·h·d·(a + k), or the low-rank projections."""
+        if self.latent is None:
+            found = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
+            return found + (self.head_size * (self.heads + 2 * self.kv_heads) + self.hidden) * self.bias
+        latent, heads = self.latent, self.heads
+        query_size = heads * (self.head_size + latent.rope_head_size)
+        query = (
+            (self.hidden + query_size) * latent.query_rank if latent.query_rank else self.hidden * query_size
+        )
+        down = self.hidden * (latent.kv_rank + latent.rope_head_size)
+        up = latent.kv_rank * heads * (self.head_size + latent.value_head_size)
+        return query + down + up + heads * latent.value_head_size * self.hidden
+
+    def _feed_forward(self, size: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * size + (size + self.hidden) * self.bias
+
+    @property
+    def dense_mlp_parameters(self) -> int:
+        """Weights of a dense layer's feed-forward."""
+        return self._feed_forward(self.ffn)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert."""
+        return self._feed_forward(self.expert_ffn) if self.is_mixture else 0
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of a layer: two norms, with a bias each where the model has biases."""
+        return 2 * self.hidden * (2 if self.bias else 1)
+
+    def layer_parameters(self, *, mixture: bool, active: bool = False) -> int:
+        """Of one layer; ``active``: those that one token meets."""
+        if not mixture:
+            return self.attention_parameters + self.dense_mlp_parameters + self.norm_parameters
+        visited = self.experts_per_token if active else self.experts
+        feed_forward = (visited + self.shared_experts) * self.expert_parameters + self.hidden * self.experts
+        return self.attention_parameters + feed_forward + self.norm_parameters
+
+    def _all_layers(self, active: bool) -> int:
+        dense = self.layers - self.mixture_layers
+        return dense * self.layer_parameters(mixture=False) + self.mixture_layers * self.layer_parameters(
+            mixture=True, active=active
+        )
+
+    @property
+    def embedding_parameters(self) -> int:
+        """The look-up table, with learned positions where there are any."""
+        return (self.vocab + (self.sequence if self.learned_positions else 0)) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """The output head's own; 0 where it is tied to the look-up table."""
+        return 0 if self.tied_embeddings else self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self._all_layers(False) + self.embedding_parameters + self.head_parameters + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that are multiplied for one token: layers and the output head, without look-ups."""
+        return self._all_layers(True) + self.vocab * self.hidden + self.hidden
+
+    @property
+    def attended(self) -> float:
+        """Positions that a token attends to on average: s, s/2 where causal, the window where there is one."""
+        full = self.sequence / 2 if self.causal else float(self.sequence)
+        if not self.window or self.window >= self.sequence:
+            return full
+        # The first tokens see fewer: w − w²/2s on average.
+        windowed = self.window - self.window**2 / (2 * self.sequence) if self.causal else float(self.window)
+        return (windowed * self.window_layers + full * (self.layers - self.window_layers)) / self.layers
+
+    @property
+    def score_size(self) -> int:
+        """Elements of a head that scores and values are made over, together: 2d."""
+        if self.latent is None:
+            return 2 * self.head_size
+        return self.head_size + self.latent.rope_head_size + self.latent.value_head_size
+
+    def model_flops(self, convention: Convention = "megatron") -> float:
+        """FLOPs of one token of training (forward and backward, nothing recomputed) by a named convention."""
+        attention = 2.0 * self.layers * self.heads * self.score_size  # forward, a position
+        matmul = 2.0 * self.active_parameters
+        if convention == "6n":
+            return 3 * matmul
+        if convention in ("palm", "narayanan"):
+            return 3 * (matmul + attention * self.sequence)
+        if convention == "megatron":
+            return 3 * (matmul + attention * self.attended)
+        raise UsageError(f"no FLOPs convention is called {convention!r}: palm, megatron, narayanan or 6n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields as plain values, for JSON."""
+        return {
+            field.name: (
+                None
+                if (value := getattr(self, field.name)) is None
+                else {part.name: getattr(value, part.name) for part in fields(value)}
+                if isinstance(value, LatentAttention)
+                else value
+            )
+            for field in fields(self)
+        }
