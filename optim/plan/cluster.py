@@ -10,7 +10,7 @@ family and per network, and lies in ``constants`` beside its provenance.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trine.optim.plan.units import Bandwidth
@@ -25,7 +25,8 @@ class Device:
     """One device. ``flops_per_s``: dense peaks by precision (``bf16``, ``fp16``, ``tf32``, ``fp8``, ``fp32``).
 
     ``matmul_flops_per_s``: the best rate any matmul of bf16 was seen to reach, None where nobody said. ``family`` chooses
-    the fitted constants: ``volta``, ``ampere``, ``hopper``, ``blackwell``, ``cdna3``, ``tpu``, ``gaudi``, ``cpu``.
+    the fitted constants: ``volta``, ``ampere``, ``hopper``, ``blackwell``, ``cdna3``, ``tpu``, ``gaudi``, ``cpu`` and others of
+    ``devices.csv``; ``unknown`` where nobody said. ``matmul_rates``: such best rates by precision, as far as they are known.
     """
 
     name: str
@@ -36,6 +37,11 @@ class Device:
     link: Bandwidth | None = None
     matmul_flops_per_s: float | None = None
     source: str = ""
+    matmul_rates: Mapping[str, float] = field(default_factory=dict)
+
+    def with_changes(self, **changes: Any) -> Device:
+        """A copy with other figures."""
+        return replace(self, **changes)
 
     def peak(self, precision: str) -> float:
         """Dense peak of a precision in FLOP/s; fp32's where there is no unit for tf32. Raises ``UsageError``."""
@@ -74,12 +80,14 @@ class Link:
     """What one device has towards others: bandwidth in one direction, and who carries it.
 
     ``kind`` chooses fitted constants: ``nvlink``, ``pcie``, ``xgmi``, ``infiniband``, ``roce``, ``omnipath``, ``efa``, ``ethernet``,
-    ``shared-memory``. ``in_switch``: the switch reduces (SHARP between nodes, NVLS inside).
+    ``shared-memory``, ``ici``, ``neuronlink``. ``in_switch``: the switch reduces (SHARP between nodes, NVLS inside). ``note``: what was
+    taken because nobody said.
     """
 
     bandwidth: Bandwidth
     kind: str = "nvlink"
     in_switch: bool = False
+    note: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.bandwidth, Bandwidth):

@@ -1,0 +1,191 @@
+"""What a link's description means: ``link_of("4x100Gb/s Omni-Path per node (=50Gb/s per GPU)")``.
+
+Papers and logs name a generation, a rate of one adapter or of a node's, or nothing. What comes out is always one device's
+share in one direction. Where the text leaves something open, the device's usual wiring is taken (``devices.csv``) and
+``note`` of the link says so.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trine.optim.plan.cluster import Device, Link
+from trine.optim.plan.devices import facts_of
+from trine.optim.plan.units import Bandwidth
+from trine.record.errors import UsageError
+
+__all__ = ["default_link", "link_of"]
+
+#: Words of a text → who carries. The first that matches wins: "RoCE on ConnectX" is RoCE.
+_KINDS: tuple[tuple[str, str], ...] = (
+    (r"nvlink|nvswitch|nvl\b", "nvlink"),
+    (r"neuronlink", "neuronlink"),
+    (r"xgmi|infinity ?fabric", "xgmi"),
+    (r"omni-?path|\bopa\b", "omnipath"),
+    (r"\bici\b|torus", "ici"),
+    (r"\befa\b|\bsrd\b", "efa"),
+    (r"\broce", "roce"),
+    (r"infiniband|\bib\b|\b[sdqefhnx]dr\d*\b|\bhca", "infiniband"),
+    (r"slingshot|ethernet|\bgbe\b|\btcp\b", "ethernet"),
+    (r"pcie?\b|pci-?e", "pcie"),
+    (r"shared-?memory|\bshm\b", "shared-memory"),
+)
+
+#: Generations → bytes a second of one device (NVLink, all its lanes; NVIDIA's datasheets of P100, V100, A100, H100, B200)
+#: or of one adapter (InfiniBand Trade Association's roadmap, 4X ports; Intel Omni-Path 100), in one direction.
+_GENERATIONS: tuple[tuple[str, float], ...] = (
+    (r"nvlink ?(?:gen ?)?1(?:\.0)?\b", 80e9),
+    (r"nvlink ?(?:gen ?)?2(?:\.0)?\b", 150e9),
+    (r"nvlink ?(?:gen ?)?3(?:\.0)?\b", 300e9),
+    (r"nvlink ?(?:gen ?)?4(?:\.0)?\b", 450e9),
+    (r"nvlink ?(?:gen ?)?5(?:\.0)?\b", 900e9),
+    (r"\bxdr\b", 100e9),
+    (r"\bndr200\b", 25e9),
+    (r"\bndr\b", 50e9),
+    (r"\bhdr100\b", 12.5e9),
+    (r"\bhdr\b", 25e9),
+    (r"\bedr\b", 12.5e9),
+    (r"\bfdr\b", 6.8e9),
+    (r"omni-?path|\bopa\b", 12.5e9),
+    (r"pcie? ?(?:gen ?)?6", 128e9),
+    (r"pcie? ?(?:gen ?)?5", 64e9),
+    (r"pcie? ?(?:gen ?)?4", 32e9),
+    (r"pcie? ?(?:gen ?)?3", 16e9),
+)
+
+_RATE = re.compile(
+    r"(?:(?P<count>\d+) ?[x×*] ?)?(?P<value>\d+(?:\.\d+)?) ?(?P<prefix>[mgt])(?P<unit>b(?:it)?|B(?:yte)?)"
+    r"(?: ?/ ?s(?:ec)?\b|ps\b|E\b)(?P<after>[^,;()=]*)",
+    re.IGNORECASE,
+)
+_PREFIXES = {"m": 1e6, "g": 1e9, "t": 1e12}
+_WHOLE_NODE = re.compile(r"(?:per|/|a|of a|each)? ?\b(?:node|server|host|machine)\b", re.IGNORECASE)
+_BOTH_DIRECTIONS = re.compile(r"bi-?dir|both directions|total|aggregate", re.IGNORECASE)
+_ONE_DEVICE = re.compile(r"(?:per|/|a|each) ?(?:gpu|device|chip|accelerator|rank)", re.IGNORECASE)
+_REDUCES = re.compile(r"\bsharp|\bnvls\b|in-switch", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """One rate of a text: bytes a second in one direction; of the whole node or of one adapter; said to be one device's."""
+
+    bytes_per_s: float
+    of_node: bool
+    of_device: bool
+
+
+def link_of(
+    text: str, device: Device | None = None, *, between: bool = False, devices_per_node: int | None = None
+) -> Link:
+    """The link that a text describes, or the device's usual one where it says nothing.
+
+    ``between`` nodes or inside one; the text is of a device where it does not say "per node". ``device`` fills what is left
+    open; ``devices_per_node`` shares what is a node's (by default the device's usual node). Raises ``UsageError`` where
+    neither the text nor the device tells.
+
+    >>> link_of("4x100Gb/s Omni-Path per node (=50Gb/s per GPU)").bandwidth.bytes_per_s
+    6250000000.0
+    """
+    usual = default_link(device, between=between) if device is not None else None
+    if not text or not text.strip():
+        if usual is None:
+            raise UsageError(
+                'no link is described: write a rate with its unit, as in "NVLink4 450GB/s" or "400Gb/s NDR InfiniBand"'
+            )
+        return usual
+    kind = next((kind for pattern, kind in _KINDS if re.search(pattern, text, re.IGNORECASE)), None)
+    bandwidth = _bandwidth_of(text, device, devices_per_node)
+    note = ""
+    if bandwidth is None:
+        if usual is None:
+            raise UsageError(f'{text!r} says no rate: add one with its unit, as in "{text} 400Gb/s"')
+        bandwidth = usual.bandwidth
+        note = f"{text!r} says no rate: {bandwidth} a device taken, as {device.name} usually has"  # type: ignore[union-attr]
+    if kind is None:
+        kind = usual.kind if usual is not None else "infiniband" if between else "nvlink"
+    in_switch = bool(_REDUCES.search(text)) or (usual is not None and usual.in_switch and usual.kind == kind)
+    return Link(bandwidth, kind, in_switch, note)
+
+
+def default_link(device: Device, *, between: bool = False) -> Link:
+    """What such devices usually have inside a node or between nodes. Raises ``UsageError`` where nobody said."""
+    facts = facts_of(device)
+    if between:
+        if facts is None:
+            raise UsageError(
+                f'what links nodes of {device.name} is not known: say it, between = "400Gb/s NDR InfiniBand"'
+            )
+        written = link_of(facts.between, between=True)
+        return Link(
+            written.bandwidth, written.kind, False, f"not said; usual for {device.name}: {facts.source}"
+        )
+    if device.link is None and facts is not None:
+        written = link_of(facts.inside)
+        return Link(
+            written.bandwidth, written.kind, False, f"not said; usual for {device.name}: {facts.source}"
+        )
+    if device.link is None:
+        raise UsageError(
+            f'what links devices of a node of {device.name} is not known: say it, inside = "NVLink4 450GB/s"'
+        )
+    kind, in_switch = (facts.inside, facts.in_switch) if facts is not None else ("nvlink", False)
+    return Link(device.link, kind, in_switch, f"not said; of {device.name}: {device.source}")
+
+
+def _bandwidth_of(text: str, device: Device | None, devices_per_node: int | None) -> Bandwidth | None:
+    rates = _rates(text)
+    said = next((rate for rate in rates if rate.of_device), None)
+    if said is not None:
+        return Bandwidth(said.bytes_per_s)
+    if rates:
+        # "200Gb/s (1.6Tb/s node)" says the same twice: the first is a device's unless it, too, is a node's.
+        rate = next((rate for rate in rates if not rate.of_node), rates[0])
+        shared = _node(text, device, devices_per_node) if rate.of_node else 1
+        return Bandwidth(_one_way(text, rate.bytes_per_s, device) / shared)
+    for pattern, bytes_per_s in _GENERATIONS:
+        if found := re.search(pattern, text, re.IGNORECASE):
+            counted = re.search(r"(\d+) ?[x×] ?$", text[: found.start()])
+            value = bytes_per_s * (int(counted[1]) if counted else 1)
+            return Bandwidth(value / (_node(text, device, devices_per_node) if _is_of_node(text) else 1))
+    return None
+
+
+def _one_way(text: str, bytes_per_s: float, device: Device | None) -> float:
+    """Half of an NVLink's rate where it is twice what its generation has: datasheets add both directions up."""
+    if "nvlink" not in text.lower():
+        return bytes_per_s
+    generation = next(
+        (rate for pattern, rate in _GENERATIONS if re.search(pattern, text, re.IGNORECASE)), None
+    )
+    known = generation or (device.link.bytes_per_s if device is not None and device.link is not None else 0.0)
+    return bytes_per_s / 2 if known and abs(bytes_per_s / known - 2) < 0.01 else bytes_per_s
+
+
+def _is_of_node(text: str) -> bool:
+    """Whether a description without a rate is of a node: "8x HDR per node", and not "4 nodes"."""
+    return re.search(r"(?:per|/|a) ?(?:node|server|host)\b", text, re.IGNORECASE) is not None
+
+
+def _rates(text: str) -> list[_Rate]:
+    found = []
+    for match in _RATE.finditer(text):
+        after = match["after"]
+        value = float(match["value"]) * int(match["count"] or 1) * _PREFIXES[match["prefix"].lower()]
+        if match["unit"][0] == "b":
+            value /= 8
+        if _BOTH_DIRECTIONS.search(after):
+            value /= 2
+        found.append(
+            _Rate(value, _WHOLE_NODE.search(after) is not None, _ONE_DEVICE.search(after) is not None)
+        )
+    return found
+
+
+def _node(text: str, device: Device | None, devices_per_node: int | None) -> int:
+    if devices_per_node:
+        return devices_per_node
+    facts = facts_of(device) if device is not None else None
+    if facts is None:
+        raise UsageError(f"{text!r} is a node's: say how many devices share it (devices_per_node)")
+    return facts.node
