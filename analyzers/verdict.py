@@ -95,17 +95,23 @@ def verdict(facts: Facts, findings: tuple[Finding, ...]) -> Verdict:
     if compute is None:
         reason = _why_unknown(facts)
         return Verdict(f"What bounds this run cannot be said: {reason}.", None, "low", centre, points)
-    seen = f"{percent(compute)} of the {facts.unit} is computation"
-    exposed = _exposed_by_phase(facts)
-    if exposed is not None and exposed >= MUCH_EXPOSED:
-        seen += f" and {percent(exposed)} communication that it does not hide"
     bound = "computation" if compute >= COMPUTE_BOUND else None
-    head = f"No fault found; {seen}" + (", which bounds it" if bound else "")
+    head = f"No fault found; {_seen(facts, compute)}"
     if best is not None:
         text = f"{head}. The best step from here: {_lower(best.title)}{_advice(facts, best)}."
     else:
         text = f"{head}, and no change that Trine knows would gain 5 % or more."
     return Verdict(text, bound, sure, centre, points)
+
+
+def _seen(facts: Facts, compute: float) -> str:
+    """Of a run without a fault: its computation, and much communication that this does not hide."""
+    bound = ", which bounds it," if compute >= COMPUTE_BOUND else ""
+    words = f"{percent(compute)} of the {facts.unit} is computation{bound}"
+    exposed = _exposed_by_phase(facts)
+    if exposed is not None and exposed >= MUCH_EXPOSED:
+        return f"{words} and {percent(exposed)} communication that it does not hide"
+    return words.removesuffix(",")
 
 
 def _told(desync: Finding) -> Literal["high", "medium", "low"]:
