@@ -96,18 +96,19 @@ class CompileWatch:
             self._functions.add(name)
             if each.recompile_reason:
                 anew[name] = each
-        complaints = []
+        complaints: dict[bool, list[str]] = {False: [], True: []}  # by whether PyTorch gave up
         for name, each in anew.items():
             self.recompiled[name] += 1
             gave_up = "recompile limit" in (each.fail_reason or "").lower()
             endless = self.recompiled[name] >= self._most and name not in self.warned
             if gave_up or endless:
                 self.warned.add(name)
-                complaints.append(self._complaint(name, each, gave_up))
-        if complaints:  # a block is cut into many functions, which are compiled anew for one reason
-            others = len(complaints) - 1
+                complaints[gave_up].append(self._complaint(name, each, gave_up))
+        for alike in filter(None, complaints.values()):
+            # One of them: a block is cut into many functions, which are compiled anew for one reason.
+            others = len(alike) - 1
             also = f" (and {others} other function{'s' * (others > 1)} in this step)" if others else ""
-            logger.warning("%s%s", complaints[0], also)
+            logger.warning("%s%s", alike[0], also)
 
     def _complaint(self, name: str, metrics: Any, gave_up: bool) -> str:
         reason = _reason_of(metrics)

@@ -73,6 +73,40 @@ def test_the_limit_after_which_nothing_is_compiled_is_told(caplog: pytest.LogCap
     assert "_multiplied (optim/" in ours and "runs it uncompiled from now on" in ours
 
 
+def _added(x: Any, flavour: str) -> Any:
+    return torch.cos(x) + len(flavour)
+
+
+def _both(*arguments: Any) -> None:
+    for function in (_multiplied, _added):
+        torch.compile(function, backend="eager")(*arguments)
+
+
+def test_functions_that_compile_anew_together_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    watch = CompileWatch("compute.compile", [])
+    _run(_both, watch, [(torch.randn(4), "a" * n) for n in range(1, 7)])
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "trine"]
+    assert "_multiplied (optim/" in warning and warning.endswith("(and 1 other function in this step)")
+
+
+def test_that_one_of_them_is_given_up_is_told_beside_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Where one function has compiled anew too often, another may be given up in the same step."""
+    watch = CompileWatch("compute.compile", [])
+    x = torch.randn(4)
+    late, early = (torch.compile(each, backend="eager") for each in (_multiplied, _added))
+    for n in range(1, 3):  # two of its five before the watched steps
+        early(x, "b" * n)
+    watch.end_step()
+    with torch._dynamo.config.patch(recompile_limit=5):
+        for n in range(1, 5):
+            late(x, "a" * n)
+            early(x, "b" * (2 + n))
+            watch.end_step()
+    told = [record.getMessage() for record in caplog.records if record.name == "trine"]
+    assert any("_multiplied (optim/" in each and "s of compiling so far" in each for each in told)
+    assert any("_added (optim/" in each and "runs it uncompiled from now on" in each for each in told)
+
+
 def test_a_healthy_run_is_only_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Two lengths cost one compilation more, in which PyTorch makes the length dynamic; then it is over."""
     effects: list[Any] = []
