@@ -32,8 +32,10 @@ class Key:
         """Raise ``UsageError`` that names ``path``, what it got and what it takes."""
         if (value is None and self.default is None) or (self.auto and value == "auto"):
             return
-        if not _can_be_spelt(value):  # numpy's numbers, tensors, bytes
-            raise UsageError(f"{path} takes {self._takes()}, not a {type(value).__name__}")
+        foreign = _foreign_kind(value)
+        if foreign is not None:
+            holds = "not a" if foreign == type(value).__name__ else "and is given one that holds a"
+            raise UsageError(f"{path} takes {self._takes()}, {holds} {foreign}")
         if self.choices:
             if not any(value == choice and type(value) is type(choice) for choice in self.choices):
                 raise UsageError(f"{path} = {spell(value)}: it takes {self._takes()}{self._near(value)}")
@@ -98,12 +100,12 @@ def spell(value: Any) -> str:
     raise UsageError(f"{value!r} cannot stand in a configuration")
 
 
-def _can_be_spelt(value: Any) -> bool:
-    try:
-        spell(value)
-    except UsageError:
-        return False
-    return True
+def _foreign_kind(value: Any) -> str | None:
+    """The type of what TOML cannot say, numpy's numbers, tensors or bytes: of the value, or of a member."""
+    if isinstance(value, (tuple, list, dict)):
+        members = value.values() if isinstance(value, dict) else value
+        return next((kind for member in members if (kind := _foreign_kind(member)) is not None), None)
+    return None if value is None or isinstance(value, (bool, str, int, float)) else type(value).__name__
 
 
 def foreign_name(path: str) -> str | None:

@@ -148,10 +148,8 @@ def _pair(word: str, where: str) -> tuple[str, Any]:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    found = math.nan
-    if match is not None and match[1].count(".") < 2 and match[1] != ".":
-        found = float(match[1]) * _UNITS.get(match[2].upper(), math.nan)
+    match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    found = math.nan if match is None else float(match[1]) * _UNITS.get(match[2].upper(), math.nan)
     if not math.isfinite(found):
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 80GiB, 24GB or a number of bytes")
     return int(found)

@@ -152,3 +152,7 @@ def test_values_that_toml_cannot_say_name_their_key(value: Any) -> None:
         Config().with_changes({"parallel.tensor": value})
     with pytest.raises(UsageError, match=r"^engine takes "):
         Config.from_dict({"engine": value})
+    with pytest.raises(
+        UsageError, match=r"^data\.shape_buckets takes a list .*, and is given one that holds a "
+    ):
+        Config().with_changes({"data.shape_buckets": [16, value]})

@@ -225,6 +225,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("fit trine.samples.sizing:gpt layers=1 hiden=64", "hiden"),
         ("fit trine.samples.sizing:gpt --capacity much", "is no size"),
         ("fit trine.samples.sizing:gpt --capacity 1e400", "is no size"),
+        ("fit trine.samples.sizing:gpt --capacity .e5", "is no size"),
     ],
 )
 def test_the_command_names_mistakes(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
