@@ -14,7 +14,15 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["first_names", "named_parameters", "plain_name", "replace_parameters", "retire", "unwrapped"]
+__all__ = [
+    "first_names",
+    "named_parameters",
+    "plain_name",
+    "replace_parameters",
+    "retire",
+    "unwrapped",
+    "without_inserted",
+]
 
 #: Parts of a name that wrappers put in, wherever they stand. DDP's ``module`` stands first alone.
 _INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -46,7 +54,12 @@ def plain_name(name: str) -> str:
     parts = name.split(".")
     while len(parts) > 1 and (parts[0] == "module" or _is_inserted(parts[0])):
         del parts[0]
-    return ".".join(part for part in parts if not _is_inserted(part))
+    return without_inserted(".".join(parts))
+
+
+def without_inserted(name: str) -> str:
+    """A module's name without the parts that wrappers put in; a ``module`` in it is the program's own."""
+    return ".".join(part for part in name.split(".") if not _is_inserted(part))
 
 
 def _is_inserted(part: str) -> bool:

@@ -152,6 +152,15 @@ def test_a_plan_of_ones_own(changes: dict[str, Any], two_ranks: RankPool) -> Non
         assert ours == pytest.approx(plain, rel=1e-12)
 
 
+def test_a_plan_names_modules_as_the_program_does() -> None:
+    """Also one that is called as wrappers call theirs."""
+    from trine.optim.runtime.tensor_plans.own import styles_of
+
+    model = torch.nn.Module()
+    model.module = stranger()
+    assert set(styles_of(model, {"module.parts.*.mixer.into": "qkv"}).values()) == {"qkv"}
+
+
 def test_a_plan_over_code_with_the_whole_number_of_heads_is_explained(two_ranks: RankPool) -> None:
     for notes in two_ranks.run("tensor_cases:notes_of_whole_heads"):
         assert "write -1 for heads" in "".join(notes)

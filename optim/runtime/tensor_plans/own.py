@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from trine.optim._globs import matches
-from trine.optim.runtime.adoption import plain_name
+from trine.optim.runtime.adoption import without_inserted
 from trine.optim.runtime.pipelining.placeholders import Placeholder
 from trine.optim.runtime.tensor_plans.roles import is_linear
 from trine.record.errors import UsageError
@@ -40,7 +40,7 @@ def styles_of(model: nn.Module, own: Mapping[str, str], is_stage: bool = False) 
             raise UsageError(
                 f'parallel.plan: "{pattern}" is to be {style!r}: a style is one of {", ".join(STYLES)}'
             )
-        matched = [name for name in named if name and matches(pattern, plain_name(name))]
+        matched = [name for name in named if name and matches(pattern, without_inserted(name))]
         if not matched and not is_stage:
             listed = ", ".join(name for name in named if name and name.count(".") <= 1)[:200]
             raise UsageError(f'parallel.plan: no module is called "{pattern}"; there are {listed}')
