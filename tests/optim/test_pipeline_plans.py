@@ -194,17 +194,17 @@ def test_the_balance_loss_of_transformers_is_refused(nested: bool) -> None:
 
     from trine.optim.techniques import pipeline
 
-    for weighs in (True, False):  # the second is the sound one
+    def check(weighs: bool) -> None:
+        facts: Any = SimpleNamespace(model=_gpt(4), example=None)
         settings = SimpleNamespace(output_router_logits=weighs)
-        facts: Any = SimpleNamespace(model=_gpt(4))
         facts.model.config = SimpleNamespace(text_config=settings) if nested else settings
-        if not weighs:
-            pipeline._check_router_loss(facts)
-            continue
-        with pytest.raises(
-            UsageError, match="output_router_logits=True of the model's configuration cannot be combined"
-        ):
-            pipeline._check_router_loss(facts)
+        pipeline.check(Config().with_changes({"parallel.pipeline": 2}), facts)
+
+    check(False)
+    with pytest.raises(
+        UsageError, match="output_router_logits=True of the model's configuration cannot be combined"
+    ):
+        check(True)
 
 
 def test_models_without_one_list_of_blocks_are_refused() -> None:
