@@ -50,9 +50,9 @@ _SHAPE_NAMES = {
 def unwrap(model: Any) -> Any:
     """The user's own module inside DistributedDataParallel, torch.compile and a pipeline's stage."""
     for _ in range(8):
-        inner = getattr(model, "_orig_mod", None)
+        inner = getattr(model, "_orig_mod", getattr(model, "_pipeline_model", None))
         if inner is None:
-            inner = getattr(model, "_pipeline_model", None) or _first_stage(model)
+            inner = _first_stage(model)
         if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
             inner = getattr(model, "module", None)
         if inner is None:

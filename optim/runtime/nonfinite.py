@@ -184,9 +184,8 @@ def _part(gradient: torch.Tensor, whole: bool) -> torch.Tensor:
 
 def _count_on_cpu(gradients: list[torch.Tensor]) -> torch.Tensor:
     """One pass in C++ for all tensors of a type; multiplying by one changes no bit."""
-    found = torch.zeros(
-        (), dtype=torch.float32, device="cpu"
-    )  # whatever the program's default dtype and device
+    # Whatever the program's default dtype and device.
+    found = torch.zeros((), dtype=torch.float32, device="cpu")
     one = torch.ones_like(found)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:

@@ -128,9 +128,7 @@ def _check_hybrid(config: Config, facts: Facts) -> None:
             "write the number of shards",
         )
     if layout.size("shard", "expert", "context") == 1:
-        sizes = {
-            name: layout.size(name) for name in ("pipeline", "tensor")
-        }  # the others are shards themselves
+        sizes = {name: layout.size(name) for name in ("pipeline", "tensor")}  # the others shard by themselves
         keys = " × ".join(f"parallel.{name} = {size}" for name, size in sizes.items() if size > 1)
         if layout.replicate > 1:
             left, instead = "replicas of one shard", "take zero.stage out, or write a larger parallel.shard"

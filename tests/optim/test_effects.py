@@ -8,7 +8,6 @@ from pathlib import Path
 import effect_ranks
 import pytest
 from effect_ranks import effects
-from rank_pool import RankPool
 
 #: Of these every quantity has a formula. One round is enough for bytes.
 QUICK = ("bf16 master weights", "zero 2 on 2", "bf16 on 2", "accumulation 4, the same micro-batch")
@@ -48,16 +47,7 @@ def _results(name: str, folder: Path, request: pytest.FixtureRequest, rounds: in
     row = effect_ranks.row_of(name)
     if row.ranks == 1:
         shapes = effect_ranks.measure(0, name, str(folder), rounds)
-    elif row.ranks == 2:
-        shapes = request.getfixturevalue("two_ranks").run("effect_ranks:measure", name, str(folder), rounds)[
-            0
-        ]
     else:
-        # Ranks of their own, as in the benchmark: on ranks that had trained other things, and recorded some of it, the
-        # record of terngrad missed bytes of its first phase (seen twice; the cause is not known).
-        pool = RankPool(folder, row.ranks)
-        try:
-            shapes = pool.run("effect_ranks:measure", name, str(folder), rounds)[0]
-        finally:
-            pool.close()
+        pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[row.ranks])
+        shapes = pool.run("effect_ranks:measure", name, str(folder), rounds)[0]
     return effects.results_of(row, folder, shapes)

@@ -142,9 +142,8 @@ class Messages(PipelineStage):
         self.numbers: list[int] = []
         self._hidden: dict[int, torch.Tensor] = {}  # received, and not yet used
         self._gradients: dict[int, torch.Tensor] = {}
-        self._whole: set[int] = (
-            set()
-        )  # micro-batches whose backward was not divided, although the schedule divides it
+        #: Micro-batches whose backward was not divided, although the schedule divides it.
+        self._whole: set[int] = set()
 
     # --- set up ------------------------------------------------------------------------------------
 
