@@ -1,0 +1,271 @@
+"""How far the planner is from published runs: a line a table, and a summary.
+
+    python benchmarks/planner.py [--runs FILE.csv] [--format text|json] [--worst N]
+
+Any file in the schema of the published runs is scored (by default the one of ``$TRINE_TEST_DATA``): each row is predicted or
+skipped with its reason. The step's error is |predicted/measured − 1|. Kendall's tau and the regret (time lost by trusting the
+pick) are means over groups of one model, batch and device count, of at least two layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from planner_rows import Run, Skipped, read_runs
+
+from trine.optim.plan import Layouts
+from trine.optim.plan.columns import Conditions, Sizes, joined
+from trine.optim.plan.step import parts_of, predict
+from trine.record.errors import TrineError
+
+__all__ = ["kendall_tau", "main", "predicted_s", "score"]
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+Seconds = npt.NDArray[np.float64]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Score and print; 2 where the file cannot be read."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--runs", type=Path, default=None, help="a CSV file; by default the shared one")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--worst", type=int, default=0, metavar="N", help="also the N rows furthest off")
+    options = parser.parse_args(argv)
+    try:
+        runs, skipped = read_runs(options.runs or default_runs())
+    except TrineError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    found = score(runs, skipped)
+    if options.format == "json":
+        print(json.dumps(found, indent=2))
+    else:
+        _print(found)
+        _print_worst(runs, options.worst)
+    return 0
+
+
+def default_runs() -> Path:
+    """The shared table of published runs."""
+    data = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
+    return data / "tables" / "training_runs.csv"
+
+
+def columns_of(runs: Sequence[Run]) -> tuple[Sizes, Conditions, Layouts]:
+    """All runs under one another, each with its own workload and cluster."""
+    ones = [1] * len(runs)
+    layouts = [run.layouts for run in runs]
+    stacked = {
+        name: np.concatenate([layout.columns[name] for layout in layouts]) for name in layouts[0].columns
+    }
+    return (
+        joined([Sizes.of(run.workload, frozen=run.frozen) for run in runs], ones),
+        joined([Conditions.of(run.cluster, run.stack) for run in runs], ones),
+        Layouts(stacked),
+    )
+
+
+def predicted_s(runs: Sequence[Run]) -> Seconds:
+    """Predicted seconds of a step, a row a run."""
+    return np.asarray(sum(parts_of(*columns_of(runs)).values()))
+
+
+def kendall_tau(first: Seconds, second: Seconds) -> float:
+    """Kendall's tau-b: agreement in order of all pairs, ties counted out; not a number where all are tied."""
+    one, other = np.triu_indices(len(first), 1)
+    a, b = np.sign(first[one] - first[other]), np.sign(second[one] - second[other])
+    pairs = np.sqrt(float((a != 0).sum()) * float((b != 0).sum()))
+    return float((a * b).sum() / pairs) if pairs else float("nan")
+
+
+def score(runs: Sequence[Run], skipped: Sequence[Skipped]) -> dict[str, Any]:
+    """Tables and the summary, as plain values."""
+    timed = [run for run in runs if run.seconds is not None and not run.oom]
+    predicted = predicted_s(timed) if timed else np.zeros(0)
+    measured = np.asarray([run.seconds for run in timed], dtype=np.float64)
+    errors = np.abs(predicted / measured - 1)
+    tables = {
+        table: _table(rows, timed, predicted, measured)
+        for table, rows in sorted(_positions(run.table for run in timed).items())
+    }
+    medians = [line["step_error_median"] for line in tables.values()]
+    tail = [line["step_error_p90"] for line in tables.values()]
+    countable = sum(skip.countable for skip in skipped)
+    summary = {
+        "rows": len(runs) + len(skipped),
+        "predicted": len(timed),
+        **_sweeps(timed, predicted, measured),
+        "step_error_median": _quantile(medians, 0.5),
+        "step_error_p90": _quantile(medians, 0.9),
+        "step_error_p90_median_of_tables": _quantile(tail, 0.5),
+        "step_error_median_pooled": _quantile(errors, 0.5),
+        "step_error_p90_pooled": _quantile(errors, 0.9),
+        "coverage": len(timed) / (len(timed) + countable) if timed else 0.0,
+        "skipped": dict(Counter(skip.reason for skip in skipped).most_common()),
+        "configs_per_minute": round(_speed(timed)) if timed else 0,
+        "scaling": _scaling(timed, predicted, measured),
+    }
+    return {"tables": tables, "summary": summary}
+
+
+def _positions(keys: Any) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = defaultdict(list)
+    for position, key in enumerate(keys):
+        found[key].append(position)
+    return found
+
+
+def _quantile(values: Any, share: float) -> float:
+    return float(np.quantile(values, share)) if len(values) else float("nan")
+
+
+def _table(rows: list[int], runs: Sequence[Run], predicted: Seconds, measured: Seconds) -> dict[str, Any]:
+    ratio = predicted[rows] / measured[rows]
+    ordered = _order([runs[row] for row in rows], predicted[rows], measured[rows])
+    return {
+        "rows": len(rows),
+        "stacks": sorted({runs[row].stack.name for row in rows}),
+        "step_error_median": _quantile(np.abs(ratio - 1), 0.5),
+        "step_error_p90": _quantile(np.abs(ratio - 1), 0.9),
+        "bias": float(np.median(ratio) - 1),
+        **ordered,
+    }
+
+
+def _order(runs: Sequence[Run], predicted: Seconds, measured: Seconds) -> dict[str, Any]:
+    """Tau and regret over groups; not a number without any."""
+    taus, regrets = [], []
+    for rows in _positions(run.group for run in runs).values():
+        if len(rows) > 1:
+            taus.append(kendall_tau(predicted[rows], measured[rows]))
+            regrets.append(measured[rows][np.argmin(predicted[rows])] / measured[rows].min() - 1)
+    known = [tau for tau in taus if not np.isnan(tau)]
+    return {
+        "groups": len(taus),
+        "tau": float(np.mean(known)) if known else float("nan"),
+        "regret": float(np.mean(regrets)) if regrets else float("nan"),
+    }
+
+
+def _sweeps(runs: Sequence[Run], predicted: Seconds, measured: Seconds) -> dict[str, Any]:
+    """Order within sweeps of layouts, of one node and of several: of the tables that sweep by measurement alone, if any."""
+    sweeping = [position for position, run in enumerate(runs) if run.table.startswith("vtrain")]
+    rows = sweeping or list(range(len(runs)))
+    found: dict[str, Any] = {}
+    for name, several in (("single", False), ("multi", True)):
+        chosen = [row for row in rows if (runs[row].cluster.nodes > 1) == several]
+        order = _order([runs[row] for row in chosen], predicted[chosen], measured[chosen])
+        found |= {f"tau_{name}": order["tau"], f"regret_{name}": order["regret"]}
+        found[f"groups_{name}"] = order["groups"]
+    return found
+
+
+def _scaling(runs: Sequence[Run], predicted: Seconds, measured: Seconds) -> list[dict[str, Any]]:
+    """Runs of one model, stack and model-parallel layout on growing clusters: errors, and T = a·m + b of both."""
+    keys = [
+        (
+            run.table,
+            run.stack.name,
+            run.cluster.device.name,
+            *(
+                run.layout[name]
+                for name in ("tensor", "pipeline", "chunks", "context", "micro_batch", "precision")
+            ),
+            run.workload.name,
+            run.workload.sequence,
+        )
+        for run in runs
+    ]
+    found = []
+    for key, rows in _positions(keys).items():
+        counts = np.asarray([runs[row].layout["microbatches"] for row in rows], dtype=np.float64)
+        devices = [runs[row].devices for row in rows]
+        if len(set(counts)) < 3 or len(set(devices)) < 3 or max(devices) < 512:
+            continue
+        error = predicted[rows] / measured[rows] - 1
+        slope, intercept = np.polyfit(counts, measured[rows], 1, w=1 / measured[rows])
+        ours = np.polyfit(counts, predicted[rows], 1, w=1 / predicted[rows])
+        found.append(
+            {
+                "table": key[0],
+                "stack": key[1],
+                "layout": f"tp{key[3]} pp{key[4]} vpp{key[5]}",
+                "devices": [min(devices), max(devices)],
+                "rows": len(rows),
+                "worst_error": float(error[np.argmax(np.abs(error))]),
+                "median_error": _quantile(np.abs(error), 0.5),
+                "slope_s": [float(slope), float(ours[0])],
+                "intercept_s": [float(intercept), float(ours[1])],
+                "intercept_error": float(ours[1] / intercept - 1),
+            }
+        )
+    return found
+
+
+def _speed(runs: Sequence[Run]) -> float:
+    """Layouts predicted a minute: many of one run's workload and cluster."""
+    run = max(runs, key=lambda each: each.devices)
+    count = 20_000
+    generator = np.random.default_rng(0)
+    layouts = Layouts.of(
+        data=generator.integers(1, 65, count),
+        tensor=2 ** generator.integers(0, 4, count),
+        pipeline=2 ** generator.integers(0, 4, count),
+        micro_batch=2 ** generator.integers(0, 4, count),
+        microbatches=generator.integers(1, 65, count),
+        recompute=generator.integers(0, 3, count),
+    )
+    start = time.perf_counter()
+    predict(run.workload, run.cluster, run.stack, layouts)
+    return count / (time.perf_counter() - start) * 60
+
+
+# --- printing -----------------------------------------------------------------------------------------------------------
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    print(f"{'table':34}{'rows':>6}{'median':>9}{'p90':>8}{'bias':>9}{'groups':>8}{'tau':>7}{'regret':>8}")
+    for name, line in found["tables"].items():
+        print(
+            f"{name:34}{line['rows']:6}{line['step_error_median']:9.1%}{line['step_error_p90']:8.1%}{line['bias']:+9.1%}"
+            f"{line['groups']:8}{line['tau']:7.2f}{line['regret']:8.1%}"
+        )
+    print("\nscaling: T = a·m + b over micro-batches m, measured and predicted")
+    for line in found["summary"]["scaling"]:
+        print(
+            f"{line['stack']:20}{line['layout']:16}{line['devices'][0]:6}–{line['devices'][1]:<6} {line['rows']:3} rows  "
+            f"worst {line['worst_error']:+.1%}  a {line['slope_s'][0]:.4f} {line['slope_s'][1]:.4f} s  "
+            f"b {line['intercept_s'][0]:.3f} {line['intercept_s'][1]:.3f} s ({line['intercept_error']:+.0%})"
+        )
+    print()
+    for name, value in found["summary"].items():
+        if name == "skipped":
+            for reason, count in value.items():
+                print(f"skipped {count:5}  {reason}")
+        elif name != "scaling":
+            print(f"{name:32}{value:.4g}" if isinstance(value, float) else f"{name:32}{value:,}")
+
+
+def _print_worst(runs: Sequence[Run], count: int) -> None:
+    timed = [run for run in runs if run.seconds is not None and not run.oom]
+    if not count or not timed:
+        return
+    ratio = predicted_s(timed) / np.asarray([run.seconds for run in timed], dtype=np.float64)
+    print("\nfurthest off")
+    for row in np.argsort(-np.abs(np.log(ratio)))[:count]:
+        run = timed[row]
+        print(f"{ratio[row] - 1:+8.1%}  {run.row:36}{run.stack.name:20}{', '.join(run.assumed)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,416 @@
+"""Published runs as the planner takes them: a row of a table becomes a workload, a cluster, a software stack and a layout.
+
+What a row does not say is derived where it can be (data ranks from devices, micro-batches from the global batch) and else
+assumed, and every assumption is kept beside the run. A row that cannot be read is skipped with its reason; none fails.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trine.optim.plan import Cluster, Layouts, Workload
+from trine.optim.plan.constants import Stack, stack_named
+from trine.optim.plan.devices import device_named, facts_of
+from trine.optim.plan.links import link_of
+from trine.record.errors import TrineError, UnreadableInput
+
+__all__ = ["Run", "Skipped", "read_runs"]
+
+_NUMBER = re.compile(r"[~≈<>]?\s*([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
+#: Rounds of MLPerf Training → the month of NVIDIA's containers that its NeMo submissions ran (their system names say so).
+_CONTAINERS = {
+    "v3.0": "23.04",
+    "v3.1": "23.09",
+    "v4.0": "24.04",
+    "v4.1": "24.09",
+    "v5.0": "25.04",
+    "v5.1": "25.09",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run and its truth. ``layout``: columns by name as :meth:`Layouts.of` takes them. ``memory_gib`` and ``oom``: as
+    published; ``seconds`` None where only memory is known. ``assumed``: what the row does not say."""
+
+    table: str
+    row: str
+    workload: Workload
+    cluster: Cluster
+    stack: Stack
+    layout: Mapping[str, Any]
+    frozen: bool
+    seconds: float | None
+    memory_gib: float | None
+    oom: bool
+    batch: int
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Runs of one model, batch and device count: those that a choice of layout is between."""
+        work = self.workload
+        return (
+            self.table,
+            work.name,
+            work.layers,
+            work.hidden,
+            work.heads,
+            work.sequence,
+            self.devices,
+            self.batch,
+            self.cluster.device.name,
+        )
+
+    @property
+    def devices(self) -> int:
+        """Of the job."""
+        return int(self.layouts.devices[0])
+
+    @property
+    def layouts(self) -> Layouts:
+        """Of length one."""
+        return Layouts.of(**self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A row that is not predicted. ``countable``: it has truth, layers and a layout, so it counts against coverage."""
+
+    table: str
+    row: str
+    reason: str
+    countable: bool = False
+
+
+class _Missing(Exception):
+    """A row lacks what no assumption can replace."""
+
+
+@dataclass
+class _Row:
+    """Cells of a row, and what had to be assumed."""
+
+    cells: Mapping[str, str]
+    assumed: list[str] = field(default_factory=list)
+
+    def text(self, name: str) -> str:
+        return (self.cells.get(name) or "").strip()
+
+    def number(self, name: str) -> float | None:
+        """The first number in a cell; the middle of a range; None where there is none."""
+        text = self.text(name)
+        found = [float(value.replace(",", "")) for value in _NUMBER.findall(text)]
+        if not found:
+            return None
+        if len(found) >= 2 and re.search(r"\d\s*(?:-|–|\.\.|to)\s*\d", text):
+            self.assumed.append(f"{name} {text} as its middle")
+            return (found[0] + found[1]) / 2
+        return found[0]
+
+    def count(self, name: str) -> int | None:
+        found = self.number(name)
+        return None if found is None or found < 1 else round(found)
+
+    def needed(self, name: str) -> int:
+        found = self.count(name)
+        if found is None:
+            raise _Missing(f"no {name}")
+        return found
+
+    def assume(self, text: str) -> None:
+        self.assumed.append(text)
+
+
+def read_runs(path: Path) -> tuple[list[Run], list[Skipped]]:
+    """All rows of a CSV file in the schema of published runs. Raises ``UnreadableInput`` where it is no such file."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UnreadableInput(f"{path} cannot be read as CSV: {error}") from error
+    if not rows or "hidden" not in rows[0]:
+        raise UnreadableInput(f"{path} has no column 'hidden': a table of runs has a header and a row a run")
+    return read_rows(rows)
+
+
+def read_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Run], list[Skipped]]:
+    """As :func:`read_runs`, from rows that are read already."""
+    runs: list[Run] = []
+    skipped: list[Skipped] = []
+    for position, cells in enumerate(rows):
+        row = _Row({str(key): str(value) for key, value in cells.items() if value is not None and key})
+        table = row.text("table") or "runs"
+        name = row.text("row_id") or f"{table}-{position + 1}"
+        try:
+            runs.append(_run(row, table, name))
+        except (_Missing, TrineError, ValueError, ArithmeticError) as error:
+            skipped.append(Skipped(table, name, _reason(error), _countable(row)))
+    return runs, skipped
+
+
+def _reason(error: Exception) -> str:
+    """One line, without what differs from row to row."""
+    return str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+
+
+def _countable(row: _Row) -> bool:
+    """Whether coverage counts the row: truth, layers and a layout are published."""
+    truth = row.number("step_time_s") or row.number("tokens_per_s_gpu")
+    layout = row.count("tp") is not None and row.count("pp") is not None
+    return bool(truth and row.count("layers") and layout)
+
+
+def _run(row: _Row, table: str, name: str) -> Run:
+    workload = _workload(row)
+    devices = row.needed("n_gpus")
+    cluster = _cluster(row, devices)
+    stack = _stack(row)
+    layout, batch = _layout(row, workload, stack, devices)
+    seconds = row.number("step_time_s")
+    rate = row.number("tokens_per_s_gpu")
+    oom = (row.number("oom") or 0) > 0 or row.text("oom").lower() in ("true", "yes")
+    if seconds is None and rate:
+        seconds = batch * workload.sequence / (rate * devices)
+    memory = row.number("mem_gib")
+    if not seconds and memory is None and not oom:
+        raise _Missing("no truth: neither step time, tokens a second, memory nor an out-of-memory")
+    text = f"{row.text('notes')} {row.text('source_ref')}".lower()
+    return Run(
+        table=table,
+        row=name,
+        workload=workload,
+        cluster=cluster,
+        stack=stack,
+        layout=layout,
+        frozen="lora" in text,
+        seconds=seconds or None,
+        memory_gib=memory,
+        oom=oom,
+        batch=batch,
+        assumed=tuple(row.assumed),
+    )
+
+
+# --- workload -----------------------------------------------------------------------------------------------------------
+
+
+def _workload(row: _Row) -> Workload:
+    hidden, sequence = row.needed("hidden"), row.needed("seq_len")
+    heads = row.count("heads")
+    if heads is None:
+        heads = max(1, hidden // 128)
+        row.assume(f"{heads} heads of 128")
+    kv_heads = row.count("kv_heads") or heads
+    vocab = row.count("vocab")
+    if vocab is None:
+        vocab = 51200
+        row.assume("vocabulary of 51,200")
+    mlp = row.text("mlp").lower()
+    gated = any(word in mlp for word in ("swiglu", "geglu", "silu", "gated"))
+    ffn = row.count("ffn")
+    if ffn is None:
+        ffn = round(8 * hidden / 3) if gated else 4 * hidden
+        row.assume(f"feed-forward of {ffn}")
+    experts = row.count("experts") or 0
+    modern = gated
+    layers = row.count("layers")
+    if layers is None:
+        layers = _layers_from_parameters(row, hidden, ffn, vocab, gated)
+    head_size = 128 if "qwen3" in row.text("model").lower() else 0
+    return Workload(
+        name=row.text("model") or "model",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_size=head_size,
+        ffn=ffn,
+        vocab=vocab,
+        sequence=sequence,
+        gated=gated,
+        bias=not modern,
+        tied_embeddings=not modern,
+        learned_positions=not modern,
+        dropout=not modern and "mpt" not in row.text("model").lower(),
+        experts=experts if experts > 1 else 0,
+        experts_per_token=(row.count("topk") or 1) if experts > 1 else 0,
+        expert_ffn=ffn if experts > 1 else 0,
+    )
+
+
+def _layers_from_parameters(row: _Row, hidden: int, ffn: int, vocab: int, gated: bool) -> int:
+    """From the published parameter count, where the model is dense."""
+    billions = row.number("params_b")
+    if billions is None or row.count("experts"):
+        raise _Missing("no layers")
+    layer = 4 * hidden**2 + (3 if gated else 2) * hidden * ffn
+    found = round((billions * 1e9 - vocab * hidden) / layer)
+    if found < 1:
+        raise _Missing("no layers")
+    row.assume(f"{found} layers, from {billions:g} billion parameters")
+    return found
+
+
+# --- cluster and software -----------------------------------------------------------------------------------------------
+
+
+def _cluster(row: _Row, devices: int) -> Cluster:
+    device = device_named(row.text("gpu"))
+    facts = facts_of(device)
+    node = row.count("gpus_per_node") or (facts.node if facts else 8)
+    here = min(node, devices)
+    nodes = -(-devices // here)
+    return Cluster(
+        device=device,
+        devices_per_node=here,
+        nodes=nodes,
+        inside=link_of(row.text("intra_link"), device, devices_per_node=node) if here > 1 else None,
+        between=link_of(row.text("inter_link_per_gpu"), device, between=True, devices_per_node=node)
+        if nodes > 1
+        else None,
+        name=f"{devices} × {device.name}",
+    )
+
+
+def _stack(row: _Row) -> Stack:
+    text = row.text("framework")
+    if round_ := re.search(r"mlperf[^v]*(v\d\.\d)", row.text("source"), re.IGNORECASE):
+        text = f"{text} {_CONTAINERS.get(round_[1], '')}"
+    elif not re.search(r"\d", text):
+        # A name alone: software of the year of its publication.
+        year = re.search(r"\b(20[12]\d)\b|[A-Z]{3,}(\d\d)\b", row.text("source"))
+        text = f"{text} {year[1] or '20' + year[2]}" if year else text
+    try:
+        stack = stack_named(text)
+    except TrineError:
+        stack = stack_named("pytorch")
+        row.assume(f"{text or 'no framework'} as plain PyTorch")
+    notes = row.text("notes").lower()
+    traits: dict[str, Any] = {}
+    if re.search(r"\beager\b", notes):
+        traits["fused"] = False
+    elif "compile" in notes:
+        traits["fused"] = True
+    if re.search(r"async ?-?tp", notes):
+        traits["tensor_overlap"] = True
+    return stack.with_traits(**traits) if traits else stack
+
+
+# --- layout -------------------------------------------------------------------------------------------------------------
+
+
+def _layout(row: _Row, workload: Workload, stack: Stack, devices: int) -> tuple[dict[str, Any], int]:
+    tensor, pipeline = row.count("tp"), row.count("pp")
+    if tensor is None and pipeline is None and row.count("dp") is None and row.number("mbs") is None:
+        raise _Missing("no layout")
+    tensor, pipeline = tensor or 1, pipeline or 1
+    context, expert = row.count("cp") or 1, row.count("ep") or 1
+    data = max(1, devices // (tensor * pipeline * context))
+    if data * tensor * pipeline * context != devices:
+        raise _Missing("tensor, pipeline and context ranks do not divide the devices")
+    stated = row.count("dp")
+    if stated is not None and stated != data:
+        row.assume(f"{data} data ranks, since {devices} devices are not {stated} of them")
+    schedule, chunks = _schedule(row, workload, pipeline)
+    micro_batch, microbatches = _batch(row, workload, data, pipeline)
+    batch = row.count("gbs") or data * micro_batch * microbatches
+    zero = row.text("zero_stage").lower()
+    stage = 3 if "fsdp" in zero else int(row.number("zero_stage") or 0)
+    sequence = row.number("sp")
+    layout = {
+        "data": data,
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "context": context,
+        "expert": min(expert, data * context * tensor, max(workload.experts, 1)),
+        "chunks": chunks,
+        "schedule": schedule,
+        "micro_batch": micro_batch,
+        "microbatches": microbatches,
+        "zero_stage": min(stage, 3),
+        "sequence": int(tensor > 1 and (sequence > 0 if sequence is not None else stack.sequence)),
+        **_recompute(row, workload, stack, pipeline),
+        "precision": _precision(row),
+    }
+    return layout, batch
+
+
+def _schedule(row: _Row, workload: Workload, pipeline: int) -> tuple[str, int]:
+    text = row.text("pp_schedule").lower()
+    chunks = row.count("vpp") or 1
+    if pipeline == 1:
+        return "1f1b", 1
+    if "zb-2p" in text or "zb-h2" in text:
+        return "zb-h2", 1
+    if "zb-1p" in text or "zb-h1" in text:
+        return "zb-h1", 1
+    if "zb-v" in text or "zbv" in text:
+        return "zb-v", 2
+    if "gpipe" in text:
+        return "gpipe", 1
+    stage = -(-workload.layers // pipeline)
+    if row.count("vpp") is None and text.startswith("1f1b-i"):
+        row.assume(f"{stage} chunks a rank, one layer each")
+        chunks = stage
+    elif row.count("vpp") is None and "interleaved" in text and workload.layers % (2 * pipeline) == 0:
+        row.assume("2 chunks a rank")
+        chunks = 2
+    return ("interleaved", chunks) if chunks > 1 else ("1f1b", 1)
+
+
+def _batch(row: _Row, workload: Workload, data: int, pipeline: int) -> tuple[int, int]:
+    """Micro-batch, and micro-batches of a step and rank."""
+    batch, micro_batch, steps = row.count("gbs"), row.count("mbs"), row.count("ga")
+    if batch is None:
+        if micro_batch is None:
+            raise _Missing("neither global batch nor micro-batch")
+        if steps is None:
+            row.assume("one micro-batch a step")
+        return micro_batch, steps or 1
+    own = max(1, round(batch / data))
+    if micro_batch is None and steps is not None:
+        micro_batch = max(1, own // steps)
+    if micro_batch is None:
+        micro_batch = 1
+        # One sequence where a pipeline wants many micro-batches; else as many as keep a device busy.
+        while pipeline == 1 and micro_batch * 2 * workload.sequence <= 16384 and own % (micro_batch * 2) == 0:
+            micro_batch *= 2
+        row.assume(f"micro-batch of {micro_batch}")
+    return micro_batch, max(1, round(own / micro_batch))
+
+
+def _recompute(row: _Row, workload: Workload, stack: Stack, pipeline: int) -> dict[str, Any]:
+    text = row.text("recompute").lower()
+    if not text:
+        row.assume(f"recomputation {stack.recompute}")
+        return {"recompute": stack.recompute}
+    if text.startswith(("none", "no ", "off", "false")) or text == "no":
+        return {"recompute": "none"}
+    if "selective layer" in text:
+        # Every second layer.
+        return {"recompute": "budget", "recomputed_layers": max(1, workload.layers // pipeline // 2)}
+    if "selective" in text:
+        return {"recompute": "selective"}
+    if "full" in text or text in ("true", "yes", "block", "uniform"):
+        return {"recompute": "full"}
+    row.assume(f"recomputation {stack.recompute} for {text!r}")
+    return {"recompute": stack.recompute}
+
+
+def _precision(row: _Row) -> str:
+    text = row.text("precision").lower()
+    if "fp4" in text:
+        raise _Missing("no precision fp4 is planned")
+    if "fp8" in text or "mxfp8" in text or "e4m3" in text:
+        return "fp8"
+    if found := re.search(r"bf16|bfloat16|fp16|float16|tf32|fp32|float32", text):
+        return found[0].replace("bfloat", "bf").replace("float", "fp")
+    half = "fp16" if "v100" in row.text("gpu").lower() else "bf16"
+    row.assume(f"precision {half}")
+    return half

@@ -1,0 +1,223 @@
+"""What the planner's formulas take, in columns of numpy: the sizes of a workload, and the conditions it runs under.
+
+One prediction has one workload and one cluster, and many layouts; a fit has hundreds of runs, each with its own. Both are
+the same formulas over columns, of length one or of as many rows as there are, so a fit costs no more than a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trine.optim.plan.cluster import Cluster, Link
+from trine.optim.plan.constants import (
+    DeviceConstants,
+    NetworkConstants,
+    Stack,
+    device_constants,
+    network_constants,
+)
+from trine.optim.plan.layouts import PRECISIONS
+from trine.optim.plan.units import Bandwidth
+from trine.optim.plan.workload import Workload
+from trine.record.errors import UsageError
+
+__all__ = ["Column", "Conditions", "Sizes", "joined"]
+
+Column = npt.NDArray[np.float64]
+
+#: Bandwidth of a link that a cluster does not have: no formula that uses it applies.
+_NO_LINK = Bandwidth(1e15)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a workload: counts of elements, each a column. Names are :class:`Workload`'s."""
+
+    layers: Column
+    mixture_layers: Column
+    hidden: Column
+    heads: Column
+    kv_heads: Column
+    head_size: Column
+    score_size: Column
+    ffn: Column
+    matrices: Column
+    vocab: Column
+    sequence: Column
+    attended: Column
+    causal: Column
+    dropout: Column
+    bias: Column
+    tied: Column
+    experts: Column
+    experts_per_token: Column
+    shared_experts: Column
+    expert_ffn: Column
+    load_imbalance: Column
+    attention_parameters: Column
+    dense_layer_parameters: Column
+    expert_parameters: Column
+    mixture_rest_parameters: Column
+    embedding_parameters: Column
+    frozen: Column
+
+    @classmethod
+    def of(cls, workload: Workload, *, frozen: bool = False) -> Sizes:
+        """Columns of length one. ``frozen``: weights are not trained, only small adapters beside them."""
+        mixture = workload.is_mixture
+        rest = (
+            workload.layer_parameters(mixture=True) - workload.experts * workload.expert_parameters
+            if mixture
+            else 0
+        )
+        values = {
+            "layers": workload.layers,
+            "mixture_layers": workload.mixture_layers,
+            "hidden": workload.hidden,
+            "heads": workload.heads,
+            "kv_heads": workload.kv_heads,
+            "head_size": workload.head_size,
+            "score_size": workload.score_size,
+            "ffn": workload.ffn,
+            "matrices": 3 if workload.gated else 2,
+            "vocab": workload.vocab,
+            "sequence": workload.sequence,
+            "attended": workload.attended,
+            "causal": workload.causal,
+            "dropout": workload.dropout,
+            "bias": workload.bias,
+            "tied": workload.tied_embeddings,
+            "experts": max(workload.experts, 1),
+            "experts_per_token": workload.experts_per_token,
+            "shared_experts": workload.shared_experts,
+            "expert_ffn": workload.expert_ffn,
+            "load_imbalance": workload.load_imbalance,
+            "attention_parameters": workload.attention_parameters,
+            "dense_layer_parameters": workload.layer_parameters(mixture=False),
+            "expert_parameters": workload.expert_parameters,
+            "mixture_rest_parameters": rest,
+            "embedding_parameters": workload.embedding_parameters,
+            "frozen": frozen,
+        }
+        return cls(**{name: np.asarray([value], dtype=np.float64) for name, value in values.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """A device, its links, and what it and the software reach: facts and fitted constants, each a column.
+
+    ``peaks`` and ``rates``: by precision, a column of the planner's precisions wide; what a device lacks is not a number.
+    Rates are the best that a matmul was seen to reach. Bandwidths in bytes a second, of a device, in one direction.
+    """
+
+    peaks: Column
+    rates: Column
+    memory_per_s: Column
+    inside_per_s: Column
+    between_per_s: Column
+    node: Column
+    units: Column
+    matmul: Column
+    depth: Column
+    attention: Column
+    memory: Column
+    launch_s: Column
+    fp8: Column
+    inside_bandwidth: Column
+    inside_latency_s: Column
+    inside_overlap: Column
+    between_bandwidth: Column
+    between_latency_s: Column
+    between_overlap: Column
+    compute: Column
+    microbatch_s: Column
+    step_s: Column
+    exposed: Column
+    fused_attention: Column
+    fused: Column
+    captured: Column
+    tensor_overlap: Column
+    hidden_input_gradients: Column
+    message_overlap: Column
+    gradient_bytes: Column
+
+    @classmethod
+    def of(
+        cls,
+        cluster: Cluster,
+        stack: Stack,
+        device: DeviceConstants | None = None,
+        inside: NetworkConstants | None = None,
+        between: NetworkConstants | None = None,
+    ) -> Conditions:
+        """Columns of length one; constants are those of the device's family and the links' kinds unless given."""
+        device = device or device_constants(cluster.device.family)
+        inside_link = cluster.inside or Link(_NO_LINK)
+        between_link = cluster.between or Link(_NO_LINK, kind="infiniband")
+        inside = inside or network_constants(inside_link.kind)
+        between = between or network_constants(between_link.kind)
+        peaks = [_peak(cluster, precision) for precision in PRECISIONS]
+        best = cluster.device.matmul_flops_per_s or peaks[PRECISIONS.index("bf16")] * device.achievable
+        share = best / peaks[PRECISIONS.index("bf16")]
+        values: dict[str, object] = {
+            "memory_per_s": cluster.device.memory_bandwidth.bytes_per_s,
+            "inside_per_s": inside_link.bandwidth.bytes_per_s,
+            "between_per_s": between_link.bandwidth.bytes_per_s,
+            "node": cluster.devices_per_node,
+            **{
+                name: getattr(device, name)
+                for name in ("units", "matmul", "depth", "attention", "memory", "launch_s", "fp8")
+            },
+            **{f"inside_{name}": getattr(inside, name) for name in ("bandwidth", "latency_s", "overlap")},
+            **{f"between_{name}": getattr(between, name) for name in ("bandwidth", "latency_s", "overlap")},
+            **{
+                name: getattr(stack, name)
+                for name in (
+                    "compute",
+                    "microbatch_s",
+                    "step_s",
+                    "exposed",
+                    "fused_attention",
+                    "fused",
+                    "captured",
+                    "tensor_overlap",
+                    "hidden_input_gradients",
+                    "message_overlap",
+                    "gradient_bytes",
+                )
+            },
+        }
+        columns = {name: np.asarray([value], dtype=np.float64) for name, value in values.items()}
+        return cls(
+            peaks=np.asarray([peaks], dtype=np.float64),
+            rates=np.asarray([[peak * share for peak in peaks]], dtype=np.float64),
+            **columns,
+        )
+
+
+def _peak(cluster: Cluster, precision: str) -> float:
+    try:
+        return cluster.device.peak(precision)
+    except UsageError:
+        return float("nan")
+
+
+_Rows = TypeVar("_Rows", Sizes, Conditions)
+
+
+def joined(parts: Sequence[_Rows], rows: Sequence[int]) -> _Rows:
+    """Parts of length one, each repeated for so many rows, under one another."""
+    kind = type(parts[0])
+    return kind(
+        **{
+            field.name: np.repeat(
+                np.concatenate([getattr(part, field.name) for part in parts]), list(rows), axis=0
+            )
+            for field in fields(kind)
+        }
+    )

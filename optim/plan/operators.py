@@ -1,0 +1,297 @@
+"""How long a layer's operators take: a roofline for each, whose compute side knows the shape of its matmul.
+
+A matmul of M×K by K×N is cut into tiles that the device's units work off in waves; a tile costs its multiplications plus
+``depth`` more along K to fill and drain it, small tiles run below the full rate, and a last wave that is not full costs
+as one that is (NVIDIA, "Matrix multiplication background user's guide": tile and wave quantisation). Where fewer tiles
+than units are there, K is cut too (split-K). The memory side is the operands' traffic over what the memory reaches.
+
+Element-wise operators are traffic alone: bytes a token by counting what each kernel reads and writes, fused or not. Attention
+is fused (FLOPs over ``attention``'s share of the matmul rate) or leaves its scores in memory (batched matmuls and traffic).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trine.optim.plan.columns import Column, Conditions, Sizes
+from trine.optim.plan.layouts import PRECISIONS, Layouts
+
+__all__ = ["LayerTimes", "Pass", "layer_times", "matmul_s"]
+
+#: Rows and columns of a tile, and the share of the full rate that tiles of that shape reach.
+_TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.62))
+#: What a partly filled last wave costs beyond its share: a mixture of tile shapes and stream-K level out the rest.
+_QUANTISATION = 0.5
+#: Kernels of a layer's forward where the host launches each: joined by hand or by a compiler, and not.
+_KERNELS = {True: 18.0, False: 36.0}
+#: More of them in a layer of experts, and for each expert of a rank.
+_MIXTURE_KERNELS, _EXPERT_KERNELS = 60.0, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds of one micro-batch through one block, and the kernels that the host launches for its forward.
+
+    ``scores_s``: the share of forward that is attention's scores, softmax and values.
+    """
+
+    forward_s: Column
+    input_s: Column
+    weight_s: Column
+    recompute_s: Column
+    scores_s: Column
+    kernels: Column
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """A dense layer, a layer of experts, the head with its loss, and the embedding; of one rank."""
+
+    dense: Pass
+    mixture: Pass
+    head: Pass
+    embedding: Pass
+
+
+def matmul_s(rows: Column, columns: Column, depth: Column, count: Column, on: Rates) -> Column:
+    """Seconds of ``count`` equal matmuls, rows×depth by depth×columns, that run side by side."""
+    best = np.full(np.broadcast(rows, columns, depth, on.rate).shape, np.inf)
+    for tall, wide, share in _TILES:
+        tiles = np.ceil(rows / tall) * np.ceil(columns / wide) * count
+        split = np.clip(np.floor(on.units / np.maximum(tiles, 1)), 1, np.maximum(depth / 1024, 1))
+        waves = tiles * split / on.units
+        waves = waves + _QUANTISATION * (np.ceil(waves) - waves)
+        tile_s = 2.0 * tall * wide * (depth / split + on.depth) / (on.rate * share / on.units)
+        best = np.minimum(best, waves * tile_s)
+    traffic = on.element_bytes * (rows * depth + depth * columns + rows * columns) * count
+    return np.maximum(best, traffic / on.memory_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What matmuls of one precision get: FLOP/s, memory's bytes a second, and the constants of :func:`matmul_s`."""
+
+    rate: Column
+    memory_per_s: Column
+    units: Column
+    depth: Column
+    element_bytes: Column
+
+
+def rates_of(conditions: Conditions, layouts: Layouts, *, linear: bool = True) -> Rates:
+    """By each layout's precision. ``linear``: of a layer's weights; else attention and the head, which fp8 leaves in bf16."""
+    code = layouts["precision"]
+    rows = np.arange(len(code)) if len(conditions.rates) > 1 else np.zeros(len(code), dtype=np.int64)
+    half = PRECISIONS.index("bf16")
+    is_fp8 = code == PRECISIONS.index("fp8")
+    plain = np.where(is_fp8, half, code)
+    rate = conditions.rates[rows, plain] * conditions.matmul
+    if linear:
+        gain = conditions.rates[rows, code] / conditions.rates[rows, plain]
+        rate = rate * np.where(is_fp8, 1 + conditions.fp8 * (gain - 1), 1.0)
+    wide = np.isin(code, [PRECISIONS.index("fp32"), PRECISIONS.index("tf32")])
+    return Rates(
+        rate=rate / conditions.compute,
+        memory_per_s=conditions.memory_per_s * conditions.memory,
+        units=conditions.units,
+        depth=conditions.depth,
+        element_bytes=np.where(wide, 4.0, 2.0),
+    )
+
+
+def layer_times(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> LayerTimes:
+    """Of every layout. Collectives are not in it."""
+    tokens = layouts["micro_batch"] * sizes.sequence / layouts["context"]
+    linear = rates_of(conditions, layouts)
+    other = rates_of(conditions, layouts, linear=False)
+    attention = _attention(sizes, conditions, layouts, tokens, linear, other)
+    tensor = layouts["tensor"].astype(np.float64)
+    dense = _with(
+        attention, _feed_forward(sizes, conditions, tokens, sizes.ffn / tensor, np.ones(1), linear, layouts)
+    )
+    mixture = _with(attention, _experts(sizes, conditions, layouts, tokens, linear))
+    return LayerTimes(
+        dense=_recomputed(dense, attention, layouts),
+        mixture=_recomputed(mixture, attention, layouts),
+        head=_head(sizes, conditions, tokens, tensor, other),
+        embedding=_embedding(sizes, tokens, other),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Forward, backward by input and by weight, what selective recomputation repeats, and kernels."""
+
+    forward_s: Column
+    input_s: Column
+    weight_s: Column
+    scores_s: Column
+    kernels: Column
+
+
+def _with(first: _Block, second: _Block) -> _Block:
+    return _Block(
+        *(
+            getattr(first, name) + getattr(second, name)
+            for name in ("forward_s", "input_s", "weight_s", "scores_s", "kernels")
+        )
+    )
+
+
+def _linear(
+    rows: Column, columns: Column, depth: Column, count: Column, on: Rates
+) -> tuple[Column, Column, Column]:
+    """Forward, backward by input, backward by weight of one matrix (count of them, side by side)."""
+    return (
+        matmul_s(rows, columns, depth, count, on),
+        matmul_s(rows, depth, columns, count, on),
+        matmul_s(depth, columns, rows, count, on),
+    )
+
+
+def _split_tokens(sizes: Sizes, layouts: Layouts, tokens: Column) -> Column:
+    """Tokens that a rank normalises and adds: all of the micro-batch's, or its share under sequence parallelism."""
+    return tokens / np.where(layouts["sequence"] > 0, layouts["tensor"], 1)
+
+
+def _attention(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, tokens: Column, linear: Rates, other: Rates
+) -> _Block:
+    """Projections, scores, and half of what a layer does element by element outside its matmuls."""
+    tensor = layouts["tensor"].astype(np.float64)
+    heads = sizes.heads / tensor
+    keys = np.maximum(sizes.kv_heads / tensor, 1)
+    one = np.ones(1)
+    # Low-rank projections (latent attention) are counted by their weights, as two matmuls of that many.
+    inner = sizes.attention_parameters / sizes.hidden / tensor
+    plain = sizes.head_size * (heads + 2 * keys)
+    width = np.where(sizes.score_size == 2 * sizes.head_size, plain, inner / 2)
+    back = np.where(sizes.score_size == 2 * sizes.head_size, sizes.head_size * heads, inner / 2)
+    into = _linear(tokens, width, sizes.hidden, one, linear)
+    out = _linear(tokens, sizes.hidden, back, one, linear)
+    scores, scores_back = _scores(sizes, conditions, layouts, tokens, heads, other)
+    traffic = _norms(sizes, conditions) * _split_tokens(sizes, layouts, tokens) / 2
+    rotation = (4.0 + 4.0 * (1 - conditions.fused)) * width * tokens
+    element_s = (traffic + rotation) / other.memory_per_s
+    return _Block(
+        into[0] + out[0] + scores + element_s,
+        into[1] + out[1] + scores_back + 1.3 * element_s,
+        into[2] + out[2],
+        scores,
+        _kernels(conditions) / 2 + np.zeros_like(tokens),
+    )
+
+
+def _kernels(conditions: Conditions) -> Column:
+    return np.where(conditions.fused > 0, _KERNELS[True], _KERNELS[False])
+
+
+def _norms(sizes: Sizes, conditions: Conditions) -> Column:
+    """Bytes a token of two norms and two residual additions, with bias and dropout where the model has them.
+
+    A norm reads and writes 2h of two bytes; an addition reads twice and writes once; dropout writes a mask of a byte. Unfused,
+    bias and dropout read and write once more each.
+    """
+    joined_bytes = 2 * (4 + 6 + sizes.dropout)
+    apart_bytes = joined_bytes + 2 * (4 * sizes.bias + 4 * sizes.dropout)
+    return sizes.hidden * np.where(conditions.fused > 0, joined_bytes, apart_bytes)
+
+
+def _scores(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, tokens: Column, heads: Column, on: Rates
+) -> tuple[Column, Column]:
+    """Forward and backward seconds of scores, softmax and values over a rank's heads."""
+    # Ring attention computes what is masked only where its blocks straddle the diagonal; ranks are balanced.
+    flops = 2.0 * tokens * heads * sizes.score_size * sizes.attended
+    head = sizes.score_size / 2
+    shape = np.minimum(head / (head + 32.0) * 1.25, 1.0)
+    fused = flops / (on.rate * conditions.attention * shape)
+    batch = tokens / sizes.sequence * layouts["context"] * heads
+    part = sizes.sequence / layouts["context"]
+    matmuls = matmul_s(part, sizes.sequence, head, batch, on) + matmul_s(
+        part, head, sizes.sequence, batch, on
+    )
+    elements = tokens * heads * sizes.sequence
+    passes = np.where(conditions.fused > 0, 4.0, 12.0) + 5.0 * sizes.dropout
+    traffic_s = elements * passes / on.memory_per_s
+    plain = matmuls + traffic_s
+    # Backward of the fused kernel computes scores again: five matmuls for two (Dao 2023, FlashAttention-2).
+    return (
+        np.where(conditions.fused_attention > 0, fused, plain),
+        np.where(conditions.fused_attention > 0, 2.5 * fused, 2 * matmuls + 1.5 * traffic_s),
+    )
+
+
+def _feed_forward(
+    sizes: Sizes,
+    conditions: Conditions,
+    tokens: Column,
+    width: Column,
+    count: Column,
+    on: Rates,
+    layouts: Layouts,
+) -> _Block:
+    """Two or three matrices and what is between them; ``count`` of them side by side."""
+    gates = sizes.matrices - 1
+    up = _linear(tokens, gates * width, sizes.hidden, count, on)
+    down = _linear(tokens, sizes.hidden, width, count, on)
+    between = (2 * gates + 2) * (1 + (1 - conditions.fused))
+    traffic = between * width * tokens * count
+    traffic = traffic + _norms(sizes, conditions) * _split_tokens(sizes, layouts, tokens) / 2
+    element_s = traffic / on.memory_per_s
+    return _Block(
+        up[0] + down[0] + element_s,
+        up[1] + down[1] + 1.5 * element_s,
+        up[2] + down[2],
+        np.zeros_like(element_s),
+        _kernels(conditions) / 2 + np.zeros_like(element_s),
+    )
+
+
+def _experts(sizes: Sizes, conditions: Conditions, layouts: Layouts, tokens: Column, on: Rates) -> _Block:
+    """Experts of a rank, its router, and moving tokens into the experts' order and back."""
+    ranks = np.minimum(layouts["expert"], sizes.experts)
+    local = np.maximum(sizes.experts / ranks, 1)
+    # Experts lie whole on their ranks; tokens of the tensor group are shared out among them.
+    own = tokens / layouts["tensor"] * sizes.experts_per_token * sizes.load_imbalance
+    each = np.maximum(own / local, 1)
+    experts = _feed_forward(sizes, conditions, each, sizes.expert_ffn, local, on, layouts)
+    shared_width = sizes.shared_experts * sizes.expert_ffn / layouts["tensor"]
+    shared = _feed_forward(sizes, conditions, tokens, np.maximum(shared_width, 1), np.ones(1), on, layouts)
+    has = (sizes.shared_experts > 0).astype(np.float64)
+    # Permute and unpermute read and write each copy of a token; weighting reads and writes once more.
+    moving_s = own * sizes.hidden * 2.0 * (8 + 4 * (1 - conditions.fused)) / on.memory_per_s
+    return _Block(
+        experts.forward_s + has * shared.forward_s + moving_s,
+        experts.input_s + has * shared.input_s + moving_s,
+        experts.weight_s + has * shared.weight_s,
+        experts.scores_s,
+        experts.kernels + has * shared.kernels + _MIXTURE_KERNELS + _EXPERT_KERNELS * local,
+    )
+
+
+def _recomputed(block: _Block, attention: _Block, layouts: Layouts) -> Pass:
+    """Full recomputation repeats a forward, selective the scores, a budget its share of layers (see step)."""
+    full = layouts.is_kind("recompute", "full")
+    selective = layouts.is_kind("recompute", "selective")
+    again = np.where(full, block.forward_s, np.where(selective, attention.scores_s, 0.0))
+    return Pass(block.forward_s, block.input_s, block.weight_s, again, attention.scores_s, block.kernels)
+
+
+def _head(sizes: Sizes, conditions: Conditions, tokens: Column, tensor: Column, on: Rates) -> Pass:
+    """The output matmul and the loss over a rank's part of the vocabulary, in 32-bit."""
+    forward, by_input, by_weight = _linear(tokens, sizes.vocab / tensor, sizes.hidden, np.ones(1), on)
+    # Logits to 32-bit, maximum, exponential and sum, target: 2 + 4·4; fused kernels read them twice.
+    passes = np.where(conditions.fused > 0, 12.0, 22.0)
+    loss_s = tokens * sizes.vocab / tensor * passes / on.memory_per_s
+    none = np.zeros_like(forward)
+    return Pass(forward + loss_s, by_input + loss_s, by_weight, none, none, none + 12.0)
+
+
+def _embedding(sizes: Sizes, tokens: Column, on: Rates) -> Pass:
+    """A look-up, and the scattered addition of its backward."""
+    look_up = tokens * sizes.hidden * 6.0 / on.memory_per_s
+    none = np.zeros_like(look_up)
+    return Pass(look_up, none, 2 * look_up, none, none, none + 6.0)
