@@ -4,8 +4,8 @@
     Workload(name="llama3-70b", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, vocab=128256, sequence=8192)
 
 Symbols in the formulas: s sequence, l layers, h hidden, a heads, k key and value heads, d head size, f feed-forward,
-V vocabulary. Counts are of weights; biases and norms are counted where a model has them (``bias``), since they are what
-memory is compared with to the percent.
+V vocabulary. Parameters are counted to the last one, with biases and norms where a model has them, since memory is compared
+to the percent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Convention = Literal["palm", "megatron", "narayanan", "6n"]
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): ranks and head sizes. ``query_rank`` 0: queries are not compressed."""
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): ranks and head sizes. ``query_rank`` 0: queries are not compressed.
+
+    Each compressed vector passes an RMS norm of its own.
+    """
 
     kv_rank: int
     query_rank: int = 0
@@ -39,6 +42,12 @@ class Workload:
     over, 0 for all; ``window_layers`` of the layers do. ``experts`` 0: dense; else each token visits ``experts_per_token`` of
     them and all ``shared_experts``, each of ``expert_ffn``; the first ``dense_layers`` are dense, of ``ffn``.
     ``load_imbalance``: the busiest expert rank's share over the mean's. Raises ``UsageError`` naming the field.
+
+    What most models need not say. Of biases (None: as ``bias``): ``attention_bias`` of queries, keys and values,
+    ``output_bias`` of attention's output, ``mlp_bias``, ``norm_bias``. ``norms``: of a layer, over ``hidden``, with weights or
+    without (``norm_weights``). ``query_key_norm``: weights of a layer's norms over queries and keys. ``positions``: rows of the
+    learned positions, 0 for ``sequence``. ``shared_ffn``: of a shared expert, 0 for ``expert_ffn``. ``other_layer_parameters`` and
+    ``other_parameters``: what else a layer, and the model outside its layers, hold (sinks, gates, norms of embeddings).
     """
 
     name: str
@@ -65,6 +74,17 @@ class Workload:
     shared_experts: int = 0
     dense_layers: int = 0
     load_imbalance: float = 1.0
+    attention_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    norm_bias: bool | None = None
+    norms: int = 2
+    norm_weights: bool = True
+    query_key_norm: int = 0
+    positions: int = 0
+    shared_ffn: int = 0
+    other_layer_parameters: int = 0
+    other_parameters: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence"):
@@ -77,7 +97,10 @@ class Workload:
             "window_layers": (self.layers if self.window else 0)
             if self.window_layers < 0
             else self.window_layers,
+            "shared_ffn": self.shared_ffn or self.expert_ffn or (self.ffn if self.experts else 0),
         }
+        for name in ("attention_bias", "output_bias", "mlp_bias", "norm_bias"):
+            defaults[name] = self.bias if getattr(self, name) is None else getattr(self, name)
         for name, value in defaults.items():
             object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
@@ -109,21 +132,28 @@ class Workload:
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of a layer's attention: 2·h·d·(a + k), or the low-rank projections."""
-        if self.latent is None:
-            found = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
-            return found + (self.head_size * (self.heads + 2 * self.kv_heads) + self.hidden) * self.bias
-        latent, heads = self.latent, self.heads
-        query_size = heads * (self.head_size + latent.rope_head_size)
-        query = (
-            (self.hidden + query_size) * latent.query_rank if latent.query_rank else self.hidden * query_size
-        )
-        down = self.hidden * (latent.kv_rank + latent.rope_head_size)
-        up = latent.kv_rank * heads * (self.head_size + latent.value_head_size)
-        return query + down + up + heads * latent.value_head_size * self.hidden
+        """Weights and biases of a layer's attention: 2·h·d·(a + k), or the low-rank projections."""
+        output_bias = self.hidden * bool(self.output_bias)
+        if self.latent is not None:
+            return self._latent_parameters(self.latent) + output_bias
+        found = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
+        biases = self.head_size * (self.heads + 2 * self.kv_heads) * bool(self.attention_bias)
+        return found + biases + output_bias
+
+    def _latent_parameters(self, latent: LatentAttention) -> int:
+        """DeepSeek-V2, appendix C: down-projections with norms and, where there are any, biases; up-projections."""
+        query_size = self.heads * (self.head_size + latent.rope_head_size)
+        query = self.hidden * query_size
+        if latent.query_rank:
+            query = (self.hidden + query_size + 1 + bool(self.attention_bias)) * latent.query_rank
+        down_size = latent.kv_rank + latent.rope_head_size
+        down = self.hidden * down_size + latent.kv_rank + down_size * bool(self.attention_bias)
+        up = latent.kv_rank * self.heads * (self.head_size + latent.value_head_size)
+        return query + down + up + self.heads * latent.value_head_size * self.hidden
 
     def _feed_forward(self, size: int) -> int:
-        return (3 if self.gated else 2) * self.hidden * size + (size + self.hidden) * self.bias
+        matrices = 3 if self.gated else 2
+        return matrices * self.hidden * size + ((matrices - 1) * size + self.hidden) * bool(self.mlp_bias)
 
     @property
     def dense_mlp_parameters(self) -> int:
@@ -132,21 +162,32 @@ class Workload:
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one expert."""
+        """Weights of one routed expert."""
         return self._feed_forward(self.expert_ffn) if self.is_mixture else 0
 
     @property
+    def shared_parameters(self) -> int:
+        """Weights of a mixture layer's shared experts together."""
+        return self.shared_experts * self._feed_forward(self.shared_ffn) if self.is_mixture else 0
+
+    @property
+    def final_norm_parameters(self) -> int:
+        """Of one norm over ``hidden``: a weight and a bias each, where there are any."""
+        return self.hidden * (int(self.norm_weights) + bool(self.norm_bias))
+
+    @property
     def norm_parameters(self) -> int:
-        """Of a layer: two norms, with a bias each where the model has biases."""
-        return 2 * self.hidden * (2 if self.bias else 1)
+        """Of a layer: its norms over ``hidden``, and those over queries and keys."""
+        return self.norms * self.final_norm_parameters + self.query_key_norm
 
     def layer_parameters(self, *, mixture: bool, active: bool = False) -> int:
         """Of one layer; ``active``: those that one token meets."""
+        always = self.attention_parameters + self.norm_parameters + self.other_layer_parameters
         if not mixture:
-            return self.attention_parameters + self.dense_mlp_parameters + self.norm_parameters
+            return always + self.dense_mlp_parameters
         visited = self.experts_per_token if active else self.experts
-        feed_forward = (visited + self.shared_experts) * self.expert_parameters + self.hidden * self.experts
-        return self.attention_parameters + feed_forward + self.norm_parameters
+        router = self.hidden * self.experts
+        return always + visited * self.expert_parameters + self.shared_parameters + router
 
     def _all_layers(self, active: bool) -> int:
         dense = self.layers - self.mixture_layers
@@ -157,7 +198,8 @@ class Workload:
     @property
     def embedding_parameters(self) -> int:
         """The look-up table, with learned positions where there are any."""
-        return (self.vocab + (self.sequence if self.learned_positions else 0)) * self.hidden
+        rows = (self.positions or self.sequence) if self.learned_positions else 0
+        return (self.vocab + rows) * self.hidden
 
     @property
     def head_parameters(self) -> int:
@@ -167,12 +209,13 @@ class Workload:
     @property
     def parameters(self) -> int:
         """All of them."""
-        return self._all_layers(False) + self.embedding_parameters + self.head_parameters + self.hidden
+        outside = self.embedding_parameters + self.head_parameters + self.other_parameters
+        return self._all_layers(False) + outside + self.final_norm_parameters
 
     @property
     def active_parameters(self) -> int:
         """Those that are multiplied for one token: layers and the output head, without look-ups."""
-        return self._all_layers(True) + self.vocab * self.hidden + self.hidden
+        return self._all_layers(True) + self.vocab * self.hidden + self.final_norm_parameters
 
     @property
     def attended(self) -> float:
