@@ -7,7 +7,7 @@ from typing import Any
 
 def _engine(changes: dict[str, Any], frozen: bool = False, loss_fn: Any = None, **named: Any) -> Any:
     import torch
-    from pipeline_cases import loss_of_scores, made
+    from pipeline_models import loss_of_scores, made
 
     import trine
 
@@ -24,7 +24,7 @@ def _engine(changes: dict[str, Any], frozen: bool = False, loss_fn: Any = None, 
 def overflowed(rank: int) -> list[bool]:
     """Whether each of two steps changed this stage; in the first one gradients overflow on the last stage alone."""
     import torch
-    from pipeline_cases import batch_of
+    from pipeline_models import batch_of
 
     engine = _engine({"precision.loss_scale": 1024.0, "precision.dtype": "fp16"})
     changed = []
@@ -46,7 +46,7 @@ def overflowed(rank: int) -> list[bool]:
 
 def with_a_frozen_stage(rank: int, changes: dict[str, Any]) -> list[float]:
     """Losses where the first stage has nothing to train."""
-    from pipeline_cases import batch_of
+    from pipeline_models import batch_of
 
     engine = _engine({**changes, "parallel.split": ["4"]}, frozen=True, clip_norm=0.1)
     losses = [float(engine.train_step(batch_of("sequential", step))) for step in range(3)]
@@ -66,7 +66,7 @@ def counting(model: Any, batch: Any) -> Any:
 
 def empty_microbatch(rank: int, changes: dict[str, Any]) -> list[float]:
     """Losses where the first micro-batch of each step counts nothing."""
-    from pipeline_cases import SIZE, batch_of
+    from pipeline_models import SIZE, batch_of
 
     engine = _engine(changes, loss_fn=counting)
     losses = []
@@ -81,7 +81,7 @@ def empty_microbatch(rank: int, changes: dict[str, Any]) -> list[float]:
 def empty_microbatch_plain() -> list[float]:
     """The same by the loop that people write, over all samples at once."""
     import torch
-    from pipeline_cases import SIZE, batch_of, made
+    from pipeline_models import SIZE, batch_of, made
 
     model = made("sequential")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
