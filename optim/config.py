@@ -318,7 +318,7 @@ class Config:
             if name == "engine":
                 sections[name] = value
             elif name not in _SECTIONS:
-                raise UsageError(_unknown(source, name))
+                raise UsageError(_unknown(source, str(name)))
             elif not isinstance(value, Mapping):
                 raise UsageError(f"{source}: {name} is a table: write [{name}] and its keys below it")
             else:
@@ -340,7 +340,7 @@ class Config:
             raise UnreadableInput(
                 f"cannot read the configuration {path}: {error.strerror or error}"
             ) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also of a number, or of tables, without end
             raise UnreadableInput(f"{path} is not TOML: {error}") from error
         return cls.from_dict(tables, source=str(path))
 
@@ -393,7 +393,7 @@ class Config:
         known = set(self.keys())
         for path, value in changes.items():
             if path not in known:
-                raise UsageError(_unknown("the change", path))
+                raise UsageError(_unknown("the change", str(path)))
             section, _, key = path.rpartition(".")
             (sections.setdefault(section, {}) if section else top)[key] = value
         replaced = {name: replace(getattr(self, name), **keys) for name, keys in sections.items()}

@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {arguments.output}: {error.strerror or error}") from error
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{arguments.file} holds a name that no text file can: {error.reason}") from error
     if arguments.to != "deepspeed":
         _tell(imported)
     print(f"Wrote {arguments.output}", file=sys.stderr)

@@ -44,7 +44,8 @@ def read_accelerate(
     tables, name = mapping_of(source, "Accelerate", _parsed)
     reading = Reading(name, ROWS_BY_PATH)
     reading.walk(_normalised(tables))
-    ranks = reading.pop("num_processes", int, None) if ranks is None else ranks
+    processes = reading.pop("num_processes", int)
+    ranks = processes if ranks is None else ranks
     kind = str(reading.pop("distributed_type", str, "NO")).upper()
     precision = str(reading.pop("mixed_precision", str, "no")).lower()
     fsdp = {
@@ -97,7 +98,7 @@ def _normalised(tables: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             prefix = prefixes.get(name, "")
             found[name] = {
-                (key if key.startswith(prefix) else prefix + key): _truth(inner)
+                (key if str(key).startswith(prefix) else f"{prefix}{key}"): _truth(inner)
                 for key, inner in value.items()
             }
         else:
@@ -147,10 +148,12 @@ def _read_precision(reading: Reading, precision: str, sharded: bool) -> None:
 
 def _read_fsdp(reading: Reading, fsdp: dict[str, Any]) -> None:
     values = {path.removeprefix("fsdp_config.fsdp_"): value for path, value in fsdp.items()}
-    version = values.get("version", 1)
+    version = str(values.get("version", 1))
+    if version not in ("1", "2"):
+        reading.errors.append(f"fsdp_version = {spelled(values['version'])}: it takes 1 or 2")
     after = values.get("reshard_after_forward")
     strategy = values.get("sharding_strategy", None if isinstance(after, bool) else after)
-    if str(version) == "2" and (isinstance(after, bool) or after is None):
+    if version == "2" and (isinstance(after, bool) or after is None):
         reading.set("zero.stage", 2 if after is False else 3, "fsdp_reshard_after_forward")
     else:
         stage, hybrid = _strategy_of(reading, strategy)
@@ -158,15 +161,26 @@ def _read_fsdp(reading: Reading, fsdp: dict[str, Any]) -> None:
             reading.set("zero.stage", stage, "fsdp_sharding_strategy")
         if hybrid:
             reading.set("parallel.shard", "auto", "fsdp_sharding_strategy")
-    if values.get("offload_params"):
+    if _is_true(reading, values, "offload_params"):
         reading.set("offload.parameters", "cpu", "fsdp_offload_params")
         reading.set("offload.optimizer", "cpu", "fsdp_offload_params")
-    if values.get("activation_checkpointing"):
+    if _is_true(reading, values, "activation_checkpointing"):
         reading.set("checkpointing.mode", "full", "fsdp_activation_checkpointing")
-    if values.get("activation_checkpointing_offload"):
+    if _is_true(reading, values, "activation_checkpointing_offload"):
         reading.set("offload.activations", "cpu", "fsdp_activation_checkpointing_offload")
-    if values.get("forward_prefetch"):
+    if _is_true(reading, values, "forward_prefetch"):
         reading.set("zero.prefetch", 1, "fsdp_forward_prefetch")
+
+
+def _is_true(reading: Reading, values: Mapping[str, Any], name: str) -> bool:
+    """As Accelerate reads it (``str_to_bool``): a quoted "no" is not true for being a string."""
+    value = values.get(name)
+    word = str(value).lower()
+    if value is None or word in ("n", "no", "f", "false", "off", "0"):
+        return False
+    if word not in ("y", "yes", "t", "true", "on", "1"):
+        reading.errors.append(f"fsdp_{name} = {spelled(value)}: it takes true or false")
+    return True
 
 
 def _strategy_of(reading: Reading, given: Any) -> tuple[int, bool]:
@@ -186,7 +200,8 @@ def _read_deepspeed(
     reading: Reading, tables: Mapping[str, Any], precision: str, ranks: int | None, folder: Path | None
 ) -> None:
     """By the other dialect: the file that is named, or the few keys that stand here."""
-    inline = _normalised(tables.get("deepspeed_config") or {})
+    given = tables.get("deepspeed_config") or {}
+    inline = _normalised(given if isinstance(given, Mapping) else {})  # what is no table, the walk has named
     file = inline.get("deepspeed_config_file")
     if isinstance(file, str):
         path = Path(file) if folder is None else folder / file
@@ -302,7 +317,7 @@ def _read_hook(reading: Reading, inner: Reading, hook: str, wrapper: str, option
             if theirs in options:
                 reading.set(ours, options[theirs], f"comm_state_option.{theirs}")
         others = [
-            name for name in options if name not in ("matrix_approximation_rank", "start_powerSGD_iter")
+            str(name) for name in options if name not in ("matrix_approximation_rank", "start_powerSGD_iter")
         ]
         if others:
             inner.notes.append(

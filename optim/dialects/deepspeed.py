@@ -226,7 +226,11 @@ def _tell(reading: Reading, tables: Mapping[str, Any]) -> None:
     for name, default in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
         table = reading.pop(name)
         if isinstance(table, Mapping):
-            _tell_of_object(reading, name, str(table.get("type", default)), table.get("params") or {})
+            params = table.get("params") or {}
+            if isinstance(params, Mapping):
+                _tell_of_object(reading, name, str(table.get("type", default)), params)
+            else:
+                reading.errors.append(f"{name}.params = {spelled(params)}: it takes a table of keys")
 
 
 #: Types of DeepSpeed's optimizers → the torch optimizer that computes the same.

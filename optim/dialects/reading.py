@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ from trine.record.errors import TrineError, UnreadableInput, UsageError
 __all__ = ["Imported", "Reading", "announce", "mapping_of", "spelled"]
 
 logger = logging.getLogger("trine")
+
+#: JSON has whole numbers of any length; what counts anything fits here, and into a float.
+_LARGEST = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class Imported:
 
     def to_toml(self) -> str:
         """The configuration as TOML, with ``to_do`` and ``notes`` as comments above it."""
-        lines = [f"# to do: {line}" for line in self.to_do] + [f"# {line}" for line in self.notes]
+        lines = [f"# to do: {_printable(line)}" for line in self.to_do]
+        lines += [f"# {_printable(line)}" for line in self.notes]
         return "\n".join([*lines, *([""] if lines else []), self.config.to_toml()])
 
 
@@ -58,7 +63,9 @@ class Reading:
         for name, value in tables.items():
             path = f"{above}{name}"
             row = self.rows.get(path)
-            if row is not None:
+            if "." in str(name):  # it is no path to the tool whose file this is
+                self.errors.append(f"there is no key {path}: tables are written inside of each other")
+            elif row is not None:
                 self._take(row, value)
             elif any(known.startswith(f"{path}.") for known in self.rows):
                 self._enter(path, value)
@@ -103,6 +110,9 @@ class Reading:
         value = self.values.pop(path, default)
         if value is default:
             return default
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            self.errors.append(f"{path} = {spelled(value)}: no such number is counted to")
+            return default
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         wanted = kinds if isinstance(kinds, tuple) else (kinds,)
         fits = isinstance(value, bool) if wanted == (bool,) else isinstance(value, wanted)
@@ -129,7 +139,7 @@ class Reading:
         """What it came to. Raises ``UsageError`` in one line with all that was wrong."""
         assert not self.values or self.errors, f"rows without a translation: {list(self.values)}"
         if self.errors:
-            raise UsageError(f"{self.source}: {'; '.join(self.errors)}")
+            raise UsageError(_printable(f"{self.source}: {'; '.join(self.errors)}"))
         for why, paths in self.left_out.items():
             self.notes.append(f"left out: {', '.join(paths)} ({why})")
         try:
@@ -168,12 +178,12 @@ def mapping_of(
     path = Path(given)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a path with a null byte in it is a ValueError
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UnreadableInput(f"cannot read the {what} configuration {path}: {reason}") from error
+        raise UnreadableInput(_printable(f"cannot read the {what} configuration {path}: {reason}")) from error
     try:
         tables = parse(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         said = " ".join(str(error).split())
         raise UnreadableInput(f"{path} cannot be read as a {what} configuration: {said}") from error
     if not isinstance(tables, Mapping):
@@ -183,11 +193,25 @@ def mapping_of(
 
 def spelled(value: Any) -> str:
     """A value for an error, short, on one line."""
+    text = ""
     try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
+        for part in json.JSONEncoder().iterencode(
+            value
+        ):  # YAML's aliases make values that nobody can write whole
+            text += part
+            if len(text) > 60:
+                break
+    except (TypeError, ValueError, RecursionError):
+        text = reprlib.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _printable(text: str) -> str:
+    """On one line: names and values of a file may hold breaks, which would end a comment of the TOML."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def announce(imported: Imported, source: str) -> None:

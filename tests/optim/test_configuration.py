@@ -110,6 +110,18 @@ def test_unreadable_files(tmp_path: Path) -> None:
     wrong.write_text('[precision]\ndtyp = "bf16"\n')
     with pytest.raises(UsageError, match=r"wrong\.toml"):
         Config.from_toml(wrong)
+    for endless in ("a = " + "[" * 100_000, f"[zero]\nstage = 1{'0' * 6000}\n"):
+        broken.write_text(endless)
+        with pytest.raises(UnreadableInput, match="not TOML"):
+            Config.from_toml(broken)
+    with pytest.raises(UnreadableInput):
+        Config.from_toml("a\0b")
+
+
+def test_names_that_are_no_strings_are_unknown_keys() -> None:
+    for take in (Config.from_dict, Config().with_changes):
+        with pytest.raises(UsageError, match="no key 1"):
+            take({1: 2})  # type: ignore[dict-item]
 
 
 _values = {

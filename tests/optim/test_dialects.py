@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,6 +220,36 @@ def test_files_are_read_and_what_is_none_is_said(tmp_path: Path) -> None:
         read_deepspeed(3)  # type: ignore[arg-type]
     path.write_text("[1]")
     assert "no table of keys" in said(path)
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"optimizer": {"type": "Adam", "params": [1]}}, "optimizer.params = [1]: it takes a table"),
+        ({"gradient_clipping": 10**400}, "gradient_clipping = 1000"),
+        ({"zero_optimization": {"reduce_bucket_size": 10**400}}, "reduce_bucket_size = 1000"),
+        ({"zero_optimization.stage": 3}, "no key zero_optimization.stage: tables are written inside"),
+        ({"a\nb": 1}, "no key a\\nb"),
+        ({1: 2}, "no key 1"),
+    ],
+)
+def test_what_no_program_writes_is_named_in_one_line(tables: dict[str, Any], words: str) -> None:
+    assert words in said(tables)
+
+
+def test_files_nested_without_end_are_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"a":' * 100_000)
+    assert "cannot be read as a DeepSpeed configuration" in said(path)
+    assert "null byte" in said("a\0b")
+
+
+@pytest.mark.parametrize("table", [{"type": "Adam\n[zero]\nstage = 3"}, {"params": {"lr\n[zero]\nstage": 3}}])
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_what_a_comment_quotes_stays_a_comment(name: str, table: dict[str, Any]) -> None:
+    imported = read_deepspeed({name: table, "zero_optimization": {"stage": 1}})
+    assert Config.from_dict(tomllib.loads(imported.to_toml())) == imported.config
+    assert imported.config.changes() == {"zero.stage": 1}
 
 
 # --- there and back ----------------------------------------------------------------------------
@@ -460,3 +491,55 @@ def test_what_of_accelerate_cannot_be_taken_over_is_named(tables: dict[str, Any]
 def test_hooks_that_fail_in_pytorch_are_refused() -> None:
     assert "power_sgd" in said({}, read_accelerate, ddp={"comm_hook": "batched_power_sgd"})
     assert "bucket_cap_mb" in said({}, read_accelerate, ddp={"bucket_cap": 3})
+
+
+def test_ranks_instead_of_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(FSDP_2)
+    assert accelerated(path, ranks=16) == accelerated(path)
+    inline = {"zero_stage": 1, "gradient_accumulation_steps": 4}
+    tables = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": inline}
+    assert accelerated(tables, ranks=4) == accelerated(tables)
+
+
+@pytest.mark.parametrize("quoted", ["no", "off", "n", "0", "False", False, 0])
+def test_quoted_words_for_no_are_no(quoted: Any) -> None:
+    names = (
+        "offload_params",
+        "activation_checkpointing",
+        "activation_checkpointing_offload",
+        "forward_prefetch",
+    )
+    tables = {"distributed_type": "FSDP", "fsdp_config": {f"fsdp_{name}": quoted for name in names}}
+    assert accelerated(tables) == {"zero.stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        (
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": "maybe"}},
+            "it takes true or false",
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 3}},
+            "fsdp_version = 3: it takes 1 or 2",
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": {1: 2}}, "no key fsdp_config.fsdp_1"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": [1]},
+            "deepspeed_config = [1]: it takes a table",
+        ),
+        ({"distributed_type": "x\ny"}, "distributed_type = X\\nY"),
+    ],
+)
+def test_what_accelerate_never_writes_is_named_in_one_line(tables: dict[str, Any], words: str) -> None:
+    assert words in said(tables, read_accelerate)
+
+
+def test_values_that_nobody_can_write_whole_are_shortened(tmp_path: Path) -> None:
+    path = tmp_path / "aliases.yaml"
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    path.write_text("\n".join([*lines, "mixed_precision: *a11"]))
+    assert "mixed_precision = [[[" in said(path, read_accelerate)
