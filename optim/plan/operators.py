@@ -25,7 +25,7 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.62))
 #: What a partly filled last wave costs beyond its share: a mixture of tile shapes and stream-K level out the rest.
 _QUANTISATION = 0.5
 #: Kernels of a layer's forward where the host launches each: joined by hand or by a compiler, and not.
-_KERNELS = {True: 18.0, False: 36.0}
+_KERNELS = {True: 30.0, False: 45.0}
 #: More of them in a layer of experts, and for each expert of a rank.
 _MIXTURE_KERNELS, _EXPERT_KERNELS = 60.0, 5.0
 
@@ -283,11 +283,13 @@ def _recomputed(block: _Block, attention: _Block, layouts: Layouts) -> Pass:
 def _head(sizes: Sizes, conditions: Conditions, tokens: Column, tensor: Column, on: Rates) -> Pass:
     """The output matmul and the loss over a rank's part of the vocabulary, in 32-bit."""
     forward, by_input, by_weight = _linear(tokens, sizes.vocab / tensor, sizes.hidden, np.ones(1), on)
-    # Logits to 32-bit, maximum, exponential and sum, target: 2 + 4·4; fused kernels read them twice.
-    passes = np.where(conditions.fused > 0, 12.0, 22.0)
-    loss_s = tokens * sizes.vocab / tensor * passes / on.memory_per_s
+    # Forward: logits to 32-bit (6), maximum (4), difference (8), exponential (8), sum (4), quotient (8); backward: gradient (8),
+    # to 16-bit (6). Fused kernels read logits twice and write once.
+    ahead = np.where(conditions.fused > 0, 10.0, 38.0)
+    behind = np.where(conditions.fused > 0, 8.0, 18.0)
+    logits_s = tokens * sizes.vocab / tensor / on.memory_per_s
     none = np.zeros_like(forward)
-    return Pass(forward + loss_s, by_input + loss_s, by_weight, none, none, none + 12.0)
+    return Pass(forward + ahead * logits_s, by_input + behind * logits_s, by_weight, none, none, none + 12.0)
 
 
 def _embedding(sizes: Sizes, tokens: Column, on: Rates) -> Pass:

@@ -41,6 +41,10 @@ PARTS = (
 )
 
 
+#: How much longer launches take for each further host that a layer's all-reduces wait for.
+_HOST_SPREAD = 0.05
+
+
 @dataclass(frozen=True, slots=True)
 class Estimates:
     """Predictions, a row a layout. ``parts``: seconds a step by name, which sum to ``step_s``.
@@ -211,6 +215,8 @@ class _Layer:
         share = layouts["recomputed_layers"] / np.maximum(sizes.layers / layouts["pipeline"], 1)
         again = np.where(budget, forward * np.minimum(share, 1.0), again)
         launch_s = average("kernels") * conditions.launch_s * (1 - conditions.captured)
+        # Every all-reduce waits for the slowest of the tensor group's hosts.
+        launch_s = launch_s * (1 + _HOST_SPREAD * (np.minimum(layouts["tensor"], conditions.node) - 1))
         repeats = np.where(forward > 0, again / forward, 0.0)
         ahead = forward + traffic.forward_s
         behind = by_input + by_weight + again + traffic.backward_s
