@@ -72,6 +72,26 @@ def test_every_byte_of_a_description_counts(tmp_path: Path) -> None:
         checkpoint_cases.plain_engine().load(folder)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"schema": "trine.checkpoint/9\\n"}',
+        '{"schema": "trine.checkpoint/1", "ranks": 1, "step": "x"}',
+    ],
+    ids=["endless", "a later schema", "no step"],
+)
+def test_a_description_that_nothing_has_written(text: str, tmp_path: Path) -> None:
+    engine = checkpoint_cases.plain_engine()
+    folder = engine.save(tmp_path, keep=1)
+    assert trine.latest_checkpoint(tmp_path) == folder
+    (folder / "trine.json").write_text(text)
+    assert trine.latest_checkpoint(tmp_path) is None
+    with pytest.raises(UnreadableInput) as raised:
+        engine.load(folder)
+    assert "\n" not in str(raised.value)
+
+
 def test_a_series(tmp_path: Path) -> None:
     engine = checkpoint_cases.plain_engine()
     batch = zero_cases.optim_cases.batches(1, 2)[0]

@@ -91,19 +91,22 @@ def described(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{folder} holds no checkpoint that engine.save wrote{_hint(folder)}")
     if found["schema"] not in _READ:
         raise UnreadableInput(
-            f"{folder} is a checkpoint of {found['schema']}, and this version reads {' and '.join(_READ)}"
+            f"{folder} is a checkpoint of {found['schema']!r}, and this version reads {' and '.join(_READ)}"
         )
     if found["schema"] == SCHEMA and found.get("checksum") != _sum_of(found):
         raise Damaged(
             f"the checkpoint is damaged: {folder / DESCRIPTION} is not what was written, by its checksum"
         )
+    for name in ("step", "ranks"):
+        if not isinstance(found.get(name), int):
+            raise Damaged(f"the checkpoint is damaged: {folder / DESCRIPTION} has no number under {name}")
     return found
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
