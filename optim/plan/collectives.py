@@ -53,13 +53,15 @@ class LinkConstants:
     """What a kind of link reaches: fitted, beside where it is from.
 
     ``bandwidth_efficiency``: the bus over the line rate. ``latency_factor``: latencies over those of NCCL's tuner.
-    ``all_to_all_efficiency``: of the bus, when every rank sends to every other. ``hop_s``: α of one step, for libraries
-    that are not NCCL; None: NCCL's own. Raises ``UsageError``.
+    ``all_to_all_efficiency``: of the bus, when every rank sends to every other. ``switch_fill_bytes``: of
+    the traffic through a switch that reduces, what passes before its steps overlap. ``hop_s``: α of one step, for libraries that are not NCCL; None: NCCL's own.
+    Raises ``UsageError``.
     """
 
     bandwidth_efficiency: float
     latency_factor: float = 1.0
-    all_to_all_efficiency: float = 0.85
+    all_to_all_efficiency: float = 0.9
+    switch_fill_bytes: float = 0.0
     hop_s: float | None = None
     source: str = ""
 
@@ -73,17 +75,31 @@ class LinkConstants:
 
 _FITTED = "fitted by benchmarks/planner_collectives.py on published nccl-tests logs"
 _ASSUMED = "assumed: no measurement of this kind of link is at hand"
-#: By :attr:`Link.kind`. A fitted file (``constants.toml``) may say otherwise.
+_MAINTAINERS = "NVIDIA/nccl-tests#290 and #267, NVIDIA/nccl#689: what tuned nodes reach an adapter; latencies as infiniband's"
+#: By :attr:`Link.kind`, or by kind/family where generations differ. A fitted file (``constants.toml``) may say otherwise.
 LINK_CONSTANTS: Mapping[str, LinkConstants] = {
-    "nvlink": LinkConstants(0.77, 1.6, source=_FITTED),
-    "xgmi": LinkConstants(0.75, 1.6, source=_FITTED),
+    "nvlink": LinkConstants(0.73, 1.8, switch_fill_bytes=20e6, source=_FITTED + " of A100 nodes"),
+    "nvlink/volta": LinkConstants(0.9, 1.7, source=_FITTED),
+    "nvlink/hopper": LinkConstants(0.79, 0.8, switch_fill_bytes=20e6, source=_FITTED),
+    "nvlink/blackwell": LinkConstants(
+        0.79, 0.8, switch_fill_bytes=20e6, source="as Hopper's; no log is at hand"
+    ),
+    "xgmi": LinkConstants(
+        0.72, 1.6, source="ROCm's all-reduce of 4 GB on 2 and 8 MI300X (stas00/ml-engineering, network)"
+    ),
     "pcie": LinkConstants(0.75, 1.6, source=_ASSUMED),
-    "infiniband": LinkConstants(0.66, 1.6, source=_FITTED),
-    "roce": LinkConstants(0.66, 1.6, source=_ASSUMED),
-    "efa": LinkConstants(0.5, 3.0, source=_ASSUMED),
-    "omnipath": LinkConstants(0.6, 1.6, source=_ASSUMED),
-    "ethernet": LinkConstants(0.5, 4.0, source=_ASSUMED),
+    "infiniband": LinkConstants(
+        0.9, 1.6, source=_MAINTAINERS + ", which are fitted; a cloud's A100 nodes logged 0.66"
+    ),
+    "roce": LinkConstants(0.9, 1.6, source=_MAINTAINERS),
+    "efa": LinkConstants(
+        0.8, 2.5, source="two p5.48xlarge, all-reduce of 2 GiB (aws-samples/aws-do-eks, nccl-tests)"
+    ),
+    "omnipath": LinkConstants(0.8, 1.6, source=_ASSUMED),
+    "ethernet": LinkConstants(0.6, 4.0, source=_ASSUMED),
     "shared-memory": LinkConstants(0.8, hop_s=60e-6, source=_ASSUMED),
+    "ici": LinkConstants(0.8, hop_s=2e-6, source=_ASSUMED),
+    "neuronlink": LinkConstants(0.8, hop_s=10e-6, source=_ASSUMED),
 }
 
 #: NVLink lanes of a DGX-1 that rings over the first n devices use, of six (its hybrid cube mesh: NVIDIA, DGX-1 with Tesla
@@ -275,7 +291,9 @@ def _in_switch_s(network: Network, group: _Group) -> Floats:
     inside_traffic = (
         (1 + 1 / group.per_node) / share if inside_reduces else 2 * (group.per_node - 1) / group.per_node
     )
-    inside_s = np.where(group.per_node > 1, inside_traffic * group.size_bytes / group.inside_bus, 0.0)
+    sent = inside_traffic * group.size_bytes
+    sent = sent + np.minimum(sent, network.inside_constants.switch_fill_bytes)
+    inside_s = np.where(group.per_node > 1, sent / group.inside_bus, 0.0)
     # A tree over more than two nodes has two children: what is sent down doubles (a ring's traffic in the limit).
     rounds = np.ones_like(group.nodes) if network_reduces else 2 * (group.nodes - 1) / group.nodes
     between_s = np.where(group.nodes > 1, rounds * group.size_bytes / group.between_bus, 0.0)
