@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import sys
 import tomllib
 from dataclasses import asdict
@@ -25,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trine.optim.plan.units import parse_bytes
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["SUMMARY", "prepare_parser", "run"]
 
 SUMMARY = "whether a model fits into memory, on any number of ranks"
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6}
-_UNITS |= {"GB": 10**9, "TB": 10**12}
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -148,8 +144,7 @@ def _pair(word: str, where: str) -> tuple[str, Any]:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    found = math.nan if match is None else float(match[1]) * _UNITS.get(match[2].upper(), math.nan)
-    if not math.isfinite(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 80GiB, 24GB or a number of bytes")
-    return int(found)
+    try:
+        return parse_bytes(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

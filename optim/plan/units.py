@@ -18,9 +18,16 @@ from dataclasses import dataclass
 
 from trine.record.errors import UsageError
 
-__all__ = ["Bandwidth", "spell_bytes", "spell_seconds"]
+__all__ = ["Bandwidth", "parse_bytes", "spell_bytes", "spell_seconds"]
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+#: Sizes: 80GiB is 80·2³⁰ bytes, 80GB is 80·10⁹.
+_SIZE_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGTP", 1)
+    for suffix, base in (("IB", 1024), ("B", 1000))
+}
+_SIZE = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*")
 _WRITTEN = re.compile(r"\s*([0-9.eE+-]+)\s*([kmgtKMGT]?)(i?)([bB])\s*(?:/|p)\s*s\s*")
 
 
@@ -62,6 +69,15 @@ class Bandwidth:
 
     def __str__(self) -> str:
         return f"{self.bytes_per_s / 1e9:.4g} GB/s"
+
+
+def parse_bytes(text: str | float) -> int:
+    """A number of bytes: as it is, or from ``"80GiB"``, ``"24 GB"``, ``"24e9"``. Raises ``UsageError``."""
+    found = None if isinstance(text, bool) else _SIZE.fullmatch(str(text))
+    value = math.nan if found is None else float(found[1]) * _SIZE_UNITS.get(found[2].upper(), math.nan)
+    if not math.isfinite(value):
+        raise UsageError(f"{text!r} is no size: write 80GiB, 24GB or a number of bytes")
+    return int(value)
 
 
 def spell_bytes(value: float) -> str:

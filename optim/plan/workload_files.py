@@ -1,0 +1,155 @@
+"""Workloads by name or from files: ``workload_of("llama3-70b")``, ``workload_of("model.toml")``, ``workload_of("config.json")``.
+
+A TOML file has the fields of :class:`trine.optim.plan.Workload`, and may start from a known model:
+
+    like = "llama3-8b"
+    layers = 48
+    sequence = 16384
+
+    [latent]                # of multi-head latent attention alone
+    kv_rank = 512
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from trine.optim.plan._tables import check_keys, near, packaged, read_json, read_toml
+from trine.optim.plan.huggingface import workload_from_config
+from trine.optim.plan.workload import LatentAttention, Workload
+from trine.record.errors import UnreadableInput, UsageError
+
+__all__ = ["model_names", "workload_from_table", "workload_of"]
+
+_NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
+#: Sizes that hold one where a whole number is asked for; the rest are counts.
+_REAL = ("load_imbalance",)
+#: Fields whose default depends on others: those that a file changes take new ones with them.
+_DERIVED = {
+    "heads": ("kv_heads", "head_size"),
+    "hidden": ("head_size",),
+    "ffn": ("expert_ffn", "shared_ffn"),
+    "experts": ("expert_ffn", "shared_ffn"),
+    "expert_ffn": ("shared_ffn",),
+    "layers": ("window_layers",),
+    "window": ("window_layers",),
+    "bias": ("attention_bias", "output_bias", "mlp_bias", "norm_bias"),
+}
+
+
+def workload_of(source: str | Path, *, sequence: int | None = None) -> Workload:
+    """A workload by the name of a known model, from TOML, from a ``config.json`` or from the folder that holds one.
+
+    ``sequence`` replaces the sequence's length. Raises ``UsageError`` or ``UnreadableInput`` in one line.
+    """
+    if sequence is not None and sequence < 1:
+        raise UsageError(f"sequence must be at least 1, not {sequence}")
+    known = packaged("models.toml")
+    name = str(source).casefold()
+    path = Path(source)
+    if name in known and not path.is_file():
+        found = workload_from_table(dict(known[name]), name, name)
+    elif path.is_dir():
+        found = _from_config(_config_in(path), sequence)
+    elif path.suffix == ".json":
+        found = _from_config(path, sequence)
+    elif path.suffix == ".toml" or path.is_file():
+        found = workload_from_table(read_toml(path, "workload"), path.stem, str(path))
+    else:
+        raise UsageError(
+            f"no model is called {str(source)!r}{near(name, known)} and no file: give a .toml, a config.json, the folder "
+            f"that holds one, or one of {', '.join(known)}"
+        )
+    return found if sequence is None else found.with_changes(sequence=sequence)
+
+
+def model_names() -> tuple[str, ...]:
+    """The models that are known by name."""
+    return tuple(packaged("models.toml"))
+
+
+def workload_from_table(table: Mapping[str, Any], name: str, where: str) -> Workload:
+    """A workload from a file's table; ``where`` begins messages. Raises ``UsageError``."""
+    known = {field.name for field in fields(Workload)}
+    check_keys(table, known | {"like", "source"}, where)
+    given = {key: value for key, value in table.items() if key not in ("like", "source")}
+    for key, value in given.items():
+        _check(key, value, where)
+    if isinstance(given.get("latent"), Mapping):
+        given["latent"] = _latent(given["latent"], where)
+    if "like" in table:
+        return _changed(_base(table["like"], where), {"name": name, **given})
+    for key in _NEEDED:
+        if key not in given:
+            raise UsageError(
+                f'{where} has no {key}: add it, or start from a known model with like = "llama3-8b"'
+            )
+    if "ffn" not in given and "expert_ffn" not in given:
+        raise UsageError(f"{where} has no ffn: add the width of the feed-forward")
+    given.setdefault("ffn", given.get("expert_ffn", 0))
+    return Workload(**{"name": name, **given})
+
+
+def _base(like: Any, where: str) -> Workload:
+    known = packaged("models.toml")
+    if not isinstance(like, str) or like.casefold() not in known:
+        raise UsageError(
+            f"{where}: no model is called {like!r}{near(str(like), known)}: one of {', '.join(known)}"
+        )
+    return workload_from_table(known[like.casefold()], like.casefold(), like.casefold())
+
+
+def _changed(base: Workload, given: dict[str, Any]) -> Workload:
+    """A copy with what is given, and what followed from it worked out anew."""
+    changes: dict[str, Any] = {}
+    defaults = {field.name: field.default for field in fields(Workload)}
+    for key, derived in _DERIVED.items():
+        if key in given and given[key] != getattr(base, key):
+            changes |= {name: defaults[name] for name in derived}
+    return base.with_changes(**{**changes, **given})
+
+
+def _check(key: str, value: Any, where: str) -> None:
+    kinds = {field.name: str(field.type) for field in fields(Workload)}
+    if key == "latent":
+        wanted, fits = "a table", isinstance(value, Mapping)
+    elif kinds[key] == "str":
+        wanted, fits = "text", isinstance(value, str)
+    elif kinds[key].startswith("bool"):
+        wanted, fits = "true or false", isinstance(value, bool)
+    elif key in _REAL:
+        wanted, fits = "a number", isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        wanted, fits = "a whole number", isinstance(value, int) and not isinstance(value, bool)
+    if not fits:
+        raise UsageError(f"{where}: {key} must be {wanted}, not {value!r}")
+    if isinstance(value, int | float) and value < 0 and key != "window_layers":
+        raise UsageError(f"{where}: {key} must not be negative, not {value}")
+
+
+def _latent(table: Mapping[str, Any], where: str) -> LatentAttention:
+    check_keys(table, [field.name for field in fields(LatentAttention)], f"{where}: [latent]")
+    for key, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UsageError(f"{where}: latent.{key} must be a whole number, not {value!r}")
+    if not table.get("kv_rank"):
+        raise UsageError(f"{where}: [latent] has no kv_rank: the rank that keys and values are compressed to")
+    return LatentAttention(**table)
+
+
+def _config_in(folder: Path) -> Path:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UnreadableInput(
+            f"{folder} holds no config.json: give a Hugging Face model's folder, or a .toml"
+        )
+    return path
+
+
+def _from_config(path: Path, sequence: int | None) -> Workload:
+    config = read_json(path, "configuration of a model")
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return workload_from_config(config, sequence=sequence, name=name, where=str(path))
