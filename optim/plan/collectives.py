@@ -202,7 +202,7 @@ def all_reduce_s(
     """Seconds of an all-reduce of ``size_bytes``. ``ranks_per_node`` None: the group fills nodes.
 
     ``auto`` is what NCCL would choose: the fastest of ring, tree and, where links reduce in the switch, in-switch;
-    ``two_level`` is a program's own doing and never chosen. Raises ``UsageError``: unknown algorithm, impossible group,
+    other libraries take the ring. ``two_level`` is a program's own doing and never chosen. Raises ``UsageError``: unknown algorithm, impossible group,
     ``in_switch`` where no switch reduces.
     """
     group = _group(network, size_bytes, ranks, ranks_per_node)
@@ -221,7 +221,8 @@ def all_reduce_s(
                 "no switch of these links reduces: set in_switch of the link, or choose ring or tree"
             )
         return _finished(group, in_switch)
-    fastest = np.minimum(_ring_s(network, group, 2), _tree_s(network, group))
+    tree = np.where(np.isnan(_hop_s(network, group)), _tree_s(network, group), np.inf)
+    fastest = np.minimum(_ring_s(network, group, 2), tree)
     return _finished(group, np.minimum(fastest, in_switch))
 
 
