@@ -76,7 +76,8 @@ class FlightReader:
     available: bool = True
     lost: int = 0  # entries that left the ring before they were read
     _last_id: int = -1
-    _next_ns: int = 0
+    _begun_ns: int = 0
+    _spent_ns: int = 0
 
     def enqueued(self) -> int | None:
         """How many collectives the process has issued so far; cheap. ``None`` where that is not known."""
@@ -85,20 +86,20 @@ class FlightReader:
             return None
         return sum(int(status.get("last_enqueued_collective", -1)) for status in dump.pg_status.values())
 
-    def due(self) -> bool:
-        """Whether a read would keep to the share of time."""
-        return self.available and time.monotonic_ns() >= self._next_ns
+    def due(self, share: float | None = None) -> bool:
+        """Whether a read would keep to the share of time, or to another ``share`` where much depends on it."""
+        pause = int(self._spent_ns / (share or self.share))
+        return self.available and time.monotonic_ns() >= self._begun_ns + pause
 
     def allow_next(self) -> None:
         """Let the next read be due at once: for a read outside of the run's steps."""
-        self._next_ns = 0
+        self._begun_ns = self._spent_ns = 0
 
     def read(self) -> list[FlightEntry]:
         """Entries since the last read, oldest first; times are Unix nanoseconds."""
-        begun = time.monotonic_ns()
+        self._begun_ns = time.monotonic_ns()
         dump = self._dump(True)
-        spent = time.monotonic_ns() - begun
-        self._next_ns = begun + int(spent / self.share)
+        self._spent_ns = time.monotonic_ns() - self._begun_ns
         if dump is None:
             return []
         fresh = [entry for entry in dump.entries if entry.record_id > self._last_id]

@@ -1,7 +1,7 @@
 """Collectives through the C++ observer: every one, whoever issued it, for about 3 µs each.
 
 On gloo a row has the true start and end. Its group comes from the thread it ran on
-(:mod:`trine.profiler.groups`), its sequence from counting within the group on from what the flight recorder
+(:mod:`trine.profiler.gloo_threads`), and its sequence from counting within the group on from what the flight recorder
 said at the start, and the flight recorder, read now and then, checks both and adds times of issue.
 On NCCL a row has issue, bytes, group and (with torch 2.12 and newer) sequence; start and end are
 missing, because the host only launches the work.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ import numpy.typing as npt
 from trine.record.model import MISSING
 
 from .flight import FlightEntry, FlightReader
-from .groups import GlooThreads, process_groups
+from .gloo_threads import Collective, GlooThreads
+from .groups import process_groups
 from .inspector import InspectorJoin, InspectorTail
 from .point_to_point import PointToPointCalls
 from .protocols import Note
@@ -36,6 +37,8 @@ Array = npt.NDArray[Any]
 VERSION = 1
 #: Rows the ring holds: at 20,000 collectives a second, more than a second's.
 CAPACITY = 1 << 15
+#: Of the time, for reading the flight recorder while it is not known which group some threads run collectives of.
+_SHARE_OF_UNKNOWN = 0.01
 
 _ROW = np.dtype(
     [
@@ -131,6 +134,9 @@ class ObserverSource:
         self._flight = FlightReader()
         self._calls = PointToPointCalls()
         self._base: dict[str, int] = {}
+        #: Rows of each thread whose group was not known, which its group's numbers must pass over.
+        self._unnumbered: Counter[int] = Counter()
+        self._unchecked: list[FlightEntry] = []
         self._pairs: dict[tuple[str, int, bool], int] = defaultdict(int)
         self._offset_ns = 0
         self._dropped_before = 0
@@ -181,7 +187,7 @@ class ObserverSource:
         if len(raw):
             rows = self._describe(raw)
             self._number(rows)
-            if self._flight.due():
+            if self._unchecked or self._flight.due():
                 self._check(rows)
             columns = self._columns(rows)
         if self._inspector is None:
@@ -222,8 +228,14 @@ class ObserverSource:
         threads = raw["thread"].tolist()
         if any(self._threads.group(threads[row]) is None for row in workers):
             self._threads.refresh()
+            if self._threads.can_learn:
+                self._ask_recorder(
+                    rows, [row for row in workers if self._threads.group(threads[row]) is None]
+                )
         for row in workers:
-            rows.group[row] = self._threads.group(threads[row])
+            group = rows.group[row] = self._threads.group(threads[row])
+            if group is not None and threads[row] in self._unnumbered:
+                self._base[group] = self._base.get(group, 0) + self._unnumbered.pop(threads[row])
         start = (raw["start_ns"] + self._offset_ns).tolist()
         for row in np.flatnonzero(raw["worker"] == 0).tolist():
             rows.issued_ns[row] = start[row]
@@ -249,9 +261,27 @@ class ObserverSource:
             for row, group in enumerate(rows.group)
         ]
 
+    def _ask_recorder(self, rows: _Rows, unknown: Sequence[int]) -> None:
+        """Let the flight recorder tell the groups of threads that counting could not: those of ``unknown`` rows."""
+        threads, sizes = rows.raw["thread"].tolist(), rows.raw["tensor_bytes"].tolist()
+        ran = {(threads[row], _kind(rows.operation[row], sizes[row])) for row in unknown}
+        urgent = self._stopped or self._threads.are_new({thread for thread, _ in ran})
+        if ran and (urgent or self._flight.due(_SHARE_OF_UNKNOWN)):
+            self._unchecked = self._read_recorder()
+        self._threads.learn(ran)
+
+    def _read_recorder(self) -> list[FlightEntry]:
+        """What the flight recorder has beyond the last reading, without point-to-point, which it lacks on gloo."""
+        entries = [entry for entry in self._flight.read() if not entry.is_p2p]
+        self._threads.remember(
+            (_kind(standard_operation(entry.operation), entry.in_bytes), entry.group) for entry in entries
+        )
+        return entries
+
     def _number(self, rows: _Rows) -> None:
         """Sequence within the group (collectives) or within the pair and direction (point-to-point)."""
         told = rows.raw["sequence"].tolist()
+        threads = rows.raw["thread"].tolist()
         for row, group in enumerate(rows.group):
             if rows.operation[row] in ("send", "recv"):
                 if group is not None and rows.peer[row] != MISSING:
@@ -263,14 +293,16 @@ class ObserverSource:
             elif group is not None and self._trusted:
                 self._base[group] = self._base.get(group, 0) + 1
                 rows.sequence[row] = self._base[group]
+            elif group is None:
+                self._unnumbered[threads[row]] += 1
 
     def _check(self, rows: _Rows) -> None:
         """Compare with the flight recorder: add times of issue; where it disagrees, believe it."""
         behind = time.time_ns() - time.perf_counter_ns()
         entries: dict[tuple[str, int], FlightEntry] = {}
-        for entry in self._flight.read():
-            if not entry.is_p2p:
-                entries[entry.group, entry.collective_seq_id] = entry
+        for entry in self._unchecked or self._read_recorder():
+            entries[entry.group, entry.collective_seq_id] = entry
+        self._unchecked = []
         wrong = 0
         start = (rows.raw["start_ns"] + self._offset_ns).tolist()
         for row, group in enumerate(rows.group):
@@ -343,6 +375,10 @@ class ObserverSource:
 #: Operations whose input the flight recorder and the Work tell alike on every rank, roots included.
 _SAME_SIZE = frozenset({"all_reduce", "all_gather", "all_to_all", "broadcast"})
 _BACKENDS = frozenset({"gloo", "nccl", "xccl", "ucc", "mpi", "hccl"})
+
+
+def _kind(operation: str | None, given: int) -> Collective:
+    return operation, given if operation in _SAME_SIZE else MISSING
 
 
 def _sizes(rows: _Rows) -> tuple[Array, Array, Array]:

@@ -151,6 +151,37 @@ def fully_sharded(rank: int, library: str | None) -> dict[str, Any]:
     return {"rows": observed.rows, "notes": observed.notes, "group": mesh.get_group().group_name}
 
 
+def beside_a_destroyed_group(rank: int, library: str, held: bool, late: bool) -> dict[str, Any]:
+    """Groups of two sizes, after one that was destroyed; while it is ``held``, its threads live on.
+
+    ``late``: the flight recorder cannot be read when the first rows are drained.
+    """
+    group("pair")
+    destroyed: Any = dist.new_group()
+    dist.destroy_process_group(destroyed)
+    destroyed = destroyed if held else None
+    fresh = dist.new_group()
+    name = fresh.group_name
+
+    def exchange(size: int) -> None:
+        vector = torch.ones(size)
+        dist.all_to_all_single(torch.empty(size), vector, group=fresh)
+        dist.all_gather([torch.empty(size), torch.empty(size)], vector, group=fresh)
+        dist.all_reduce(vector)
+
+    with Observed(library) as observed:
+        if late:
+            observed.source._flight.available = False
+            exchange(50)
+            time.sleep(0.05)
+            observed.drain()
+            observed.source._flight.available = True
+        for size in (100, 200, 300):
+            exchange(size)
+    dist.destroy_process_group(fresh)
+    return {"rows": observed.rows, "notes": observed.notes, "group": name}
+
+
 def overflow(rank: int, library: str) -> dict[str, Any]:
     vector = torch.ones(10)
     with Observed(library, capacity=4) as observed:

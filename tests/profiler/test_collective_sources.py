@@ -114,6 +114,32 @@ def test_fully_sharded_gathers_are_all_seen(pool: RankPool, library: Path) -> No
         assert {row["group"] for row in result["rows"]} == {result["group"]}
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_threads_of_a_destroyed_group_hide_no_other_group(pool: RankPool, library: Path, held: bool) -> None:
+    world = pool.run("collective_cases:names")[0]["world"]
+    for result in pool.run("collective_cases:beside_a_destroyed_group", str(library), held, False):
+        fresh = result["group"]
+        assert [(row["operation"], row["group"], row["bytes"]) for row in result["rows"]] == [
+            row
+            for size in (400, 800, 1200)
+            for row in (
+                ("all_to_all", fresh, size),
+                ("all_gather", fresh, 2 * size),
+                ("all_reduce", world, size),
+            )
+        ]
+        assert [row["sequence"] for row in result["rows"] if row["group"] == fresh] == [1, 2, 3, 4, 5, 6]
+        assert result["notes"] == []
+
+
+def test_a_group_that_is_told_late_is_numbered_on(pool: RankPool, library: Path) -> None:
+    for result in pool.run("collective_cases:beside_a_destroyed_group", str(library), True, True):
+        early, later = result["rows"][:3], result["rows"][3:]
+        assert {row["group"] for row in early} == {None}
+        assert [row["sequence"] for row in later if row["group"] == result["group"]] == [3, 4, 5, 6, 7, 8]
+        assert [note[0] for note in result["notes"]] == ["collectives-group"]
+
+
 def test_python_source_sees_the_same_calls_and_says_what_it_cannot(pool: RankPool) -> None:
     for result in run(pool, "every_operation", None):
         rows = result["rows"]
