@@ -42,6 +42,8 @@ class Key:
             return
         if not any(_is(value, kind) for kind in self.kinds):
             raise UsageError(f"{path} = {spell(value)}: it takes {self._takes()}")
+        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+            raise UsageError(f"{path} = {spell(value)}: the keys of a table are strings")
         if isinstance(value, tuple):
             self._check_members(path, value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+import tempfile
 
+from trine.optim._schema import spell
 from trine.optim.techniques._assembly import Facts
 from trine.record.errors import UsageError
 
@@ -77,12 +78,17 @@ def require_by_element(key: str, facts: Facts, why: str) -> None:
 
 def require_folder(path: str, key: str) -> None:
     """Raise ``UsageError`` for what is no folder that can be written, or no system that can reserve space."""
-    folder = Path(path)
-    if not folder.is_dir():
+    shown = spell(path)
+    if not os.path.isdir(path):  # noqa: PTH112 - pathlib's raises for names that are too long, and takes "" for here
         raise UsageError(
-            f"offload.path = {path}: there is no such folder; make it, on the disk that is to be used"
+            f"offload.path = {shown}: there is no such folder; make it, on the disk that is to be used"
         )
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"offload.path = {path}: it cannot be written; name a folder that can")
+    try:  # permissions do not say it of the kernel's own file systems, nor of one that is full
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"offload.path = {shown}: no file can be made there ({error.strerror or error}); name a folder where one can"
+        ) from error
     if not sys.platform.startswith("linux"):
         raise UsageError(f'{key} = "nvme" needs Linux (positioned reads and reserved space): use "cpu"')

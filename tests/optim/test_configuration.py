@@ -122,6 +122,8 @@ def test_names_that_are_no_strings_are_unknown_keys() -> None:
     for take in (Config.from_dict, Config().with_changes):
         with pytest.raises(UsageError, match="no key 1"):
             take({1: 2})  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match=r"^parallel\.plan .*keys of a table are strings"):
+        Config().with_changes({"parallel.plan": {1: "row"}})
 
 
 _values = {

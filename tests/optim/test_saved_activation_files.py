@@ -21,7 +21,7 @@ from trine.optim.runtime.buffer_pool import BufferPool
 from trine.optim.runtime.disk import Disk
 from trine.optim.runtime.host_memory import HostMemory
 from trine.optim.runtime.saved_tensors import SavedTensors, Store
-from trine.record.errors import TrainingError
+from trine.record.errors import TrainingError, UsageError
 
 CPU = torch.device("cpu")
 
@@ -46,6 +46,30 @@ def test_a_slow_disk_slows_the_forward_and_memory_stays_bounded(
     entries.clear()
     del entry
     store.close()
+
+
+@pytest.mark.parametrize("key", ["offload.activations", "offload.optimizer"])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/proc", "no file can be made there"),  # where permissions alone would let root write
+        (__file__, "no such folder"),
+        ("", "no (such )?folder"),  # not where the program happens to run
+        ("x" * 5000, "no such folder"),
+        ("\0", "no such folder"),
+    ],
+)
+def test_what_is_no_folder_for_files_is_refused_before_anything_is_changed(
+    key: str, path: str, words: str
+) -> None:
+    model = optim_cases.small_gpt()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UsageError, match=words) as raised:
+        trine.optimize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), {key: "nvme", "offload.path": path}
+        )
+    assert "offload.path" in str(raised.value) and str(raised.value).isprintable()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_the_file_has_no_name_and_closing_ends_the_threads(tmp_path: Path) -> None:
