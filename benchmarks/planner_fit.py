@@ -26,6 +26,7 @@ from trine.optim.plan import Layouts
 from trine.optim.plan.columns import Conditions, Sizes
 from trine.optim.plan.constants import DEVICE_CONSTANTS, NETWORK_CONSTANTS, STACK_CONSTANTS
 from trine.optim.plan.step import parts_of
+from trine.optim.plan.waits import Waits, waits_of
 from trine.record.errors import TrineError
 
 __all__ = ["main"]
@@ -42,11 +43,9 @@ PRIORS: Mapping[str, tuple[float, float]] = {
     "memory": (0.8, 0.15),
     "launch_s": (18e-6, 0.4),
     "fp8": (0.7, 0.3),
-    "inside_bandwidth": (0.7, 0.2),
-    "inside_latency_s": (10e-6, 0.7),
+    "inside_bandwidth": (0.95, 0.15),
     "inside_overlap": (0.2, 0.7),
-    "between_bandwidth": (0.7, 0.2),
-    "between_latency_s": (20e-6, 0.7),
+    "between_bandwidth": (0.9, 0.2),
     "between_overlap": (0.2, 0.7),
     "compute": (1.0, 0.1),
     "microbatch_s": (1e-3, 1.0),
@@ -66,6 +65,7 @@ class Problem:
     sizes: Sizes
     conditions: Conditions
     layouts: Layouts
+    waits: Waits
     measured: Values
     weights: Values
     owners: Mapping[str, npt.NDArray[np.int64]]
@@ -88,6 +88,7 @@ class Problem:
             sizes=sizes,
             conditions=conditions,
             layouts=layouts,
+            waits=waits_of(sizes, conditions, layouts),
             measured=np.asarray([run.seconds for run in runs], dtype=np.float64),
             weights=np.asarray([counts[table] ** -0.5 for table in tables]) ** 0.5,
             owners=owners,
@@ -101,7 +102,7 @@ class Problem:
     def _log_ratio(self, rows: Mapping[str, Values]) -> Values:
         changed = {field: np.exp(value) for field, value in rows.items()}
         changed["exposed"] = np.minimum(changed["exposed"], 1.5)
-        parts = parts_of(self.sizes, replace(self.conditions, **changed), self.layouts)
+        parts = parts_of(self.sizes, replace(self.conditions, **changed), self.layouts, self.waits)
         return np.asarray(np.log(sum(parts.values()) / self.measured))
 
     def jacobian(self, theta: Values, at: Values) -> Values:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trine.optim.plan.cluster import Cluster, Link
+from trine.optim.plan.collectives import Network
 from trine.optim.plan.constants import (
     DeviceConstants,
     NetworkConstants,
@@ -117,9 +118,9 @@ class Conditions:
 
     peaks: Column
     rates: Column
+    networks: tuple[Network, ...]
+    network: Column
     memory_per_s: Column
-    inside_per_s: Column
-    between_per_s: Column
     node: Column
     units: Column
     matmul: Column
@@ -129,10 +130,8 @@ class Conditions:
     launch_s: Column
     fp8: Column
     inside_bandwidth: Column
-    inside_latency_s: Column
     inside_overlap: Column
     between_bandwidth: Column
-    between_latency_s: Column
     between_overlap: Column
     compute: Column
     microbatch_s: Column
@@ -142,6 +141,7 @@ class Conditions:
     fused: Column
     captured: Column
     tensor_overlap: Column
+    expert_overlap: Column
     hidden_input_gradients: Column
     message_overlap: Column
     gradient_bytes: Column
@@ -166,15 +166,14 @@ class Conditions:
         share = best / peaks[PRECISIONS.index("bf16")]
         values: dict[str, object] = {
             "memory_per_s": cluster.device.memory_bandwidth.bytes_per_s,
-            "inside_per_s": inside_link.bandwidth.bytes_per_s,
-            "between_per_s": between_link.bandwidth.bytes_per_s,
+            "network": 0,
             "node": cluster.devices_per_node,
             **{
                 name: getattr(device, name)
                 for name in ("units", "matmul", "depth", "attention", "memory", "launch_s", "fp8")
             },
-            **{f"inside_{name}": getattr(inside, name) for name in ("bandwidth", "latency_s", "overlap")},
-            **{f"between_{name}": getattr(between, name) for name in ("bandwidth", "latency_s", "overlap")},
+            **{f"inside_{name}": getattr(inside, name) for name in ("bandwidth", "overlap")},
+            **{f"between_{name}": getattr(between, name) for name in ("bandwidth", "overlap")},
             **{
                 name: getattr(stack, name)
                 for name in (
@@ -186,6 +185,7 @@ class Conditions:
                     "fused",
                     "captured",
                     "tensor_overlap",
+                    "expert_overlap",
                     "hidden_input_gradients",
                     "message_overlap",
                     "gradient_bytes",
@@ -196,6 +196,7 @@ class Conditions:
         return cls(
             peaks=np.asarray([peaks], dtype=np.float64),
             rates=np.asarray([[peak * share for peak in peaks]], dtype=np.float64),
+            networks=(Network.of(cluster.with_changes(inside=inside_link, between=between_link)),),
             **columns,
         )
 
@@ -212,12 +213,16 @@ _Rows = TypeVar("_Rows", Sizes, Conditions)
 
 def joined(parts: Sequence[_Rows], rows: Sequence[int]) -> _Rows:
     """Parts of length one, each repeated for so many rows, under one another."""
+    columns: dict[str, Any] = {}
     kind = type(parts[0])
-    return kind(
-        **{
-            field.name: np.repeat(
-                np.concatenate([getattr(part, field.name) for part in parts]), list(rows), axis=0
-            )
-            for field in fields(kind)
-        }
-    )
+    for field in fields(kind):
+        if field.name == "networks":
+            columns[field.name] = tuple(dict.fromkeys(part.networks[0] for part in parts))  # type: ignore[union-attr]
+            continue
+        column = np.concatenate([getattr(part, field.name) for part in parts])
+        columns[field.name] = np.repeat(column, list(rows), axis=0)
+    if "networks" in columns:
+        place = {network: position for position, network in enumerate(columns["networks"])}
+        own = [float(place[part.networks[0]]) for part in parts]  # type: ignore[union-attr]
+        columns["network"] = np.repeat(np.asarray(own), list(rows))
+    return kind(**columns)

@@ -37,7 +37,7 @@ __all__ = [
 
 #: What the fit may move.
 DEVICE_CONSTANTS = ("matmul", "depth", "attention", "memory", "launch_s", "fp8")
-NETWORK_CONSTANTS = ("bandwidth", "latency_s", "overlap")
+NETWORK_CONSTANTS = ("bandwidth", "overlap")
 STACK_CONSTANTS = ("compute", "microbatch_s", "step_s", "exposed")
 
 
@@ -69,13 +69,12 @@ class DeviceConstants:
 class NetworkConstants:
     """Of a kind of network.
 
-    ``bandwidth``: share of the link that large collectives reach. ``latency_s``: a step of a ring. ``overlap``: how much
-    longer computing takes while a collective runs beside it, as a share of the collective's time.
+    ``bandwidth``: share of what a collective alone reaches (:mod:`trine.optim.plan.collectives`) that training reaches.
+    ``overlap``: how much longer computing takes while a collective runs beside it, as a share of the collective's time.
     """
 
     kind: str
     bandwidth: float
-    latency_s: float
     overlap: float
     provenance: str = ""
 
@@ -89,7 +88,8 @@ class Stack:
 
     ``fused_attention``: scores never reach memory. ``fused``: element-wise kernels are joined (compiled, or by hand).
     ``captured``: kernels are launched by a graph, not one by one. ``tensor_overlap``: tensor-parallel collectives are cut up
-    and hidden behind matmuls. ``hidden_input_gradients``: all-reduces of backward run behind weight gradients.
+    and hidden behind matmuls. ``expert_overlap``: all-to-alls of experts run behind another micro-batch.
+    ``hidden_input_gradients``: all-reduces of backward run behind weight gradients.
     ``message_overlap``: pipeline messages are hidden. ``gradient_bytes``: of an element when it is reduced.
     ``split_optimizer``: optimizer state is sharded over data ranks unless a layout says otherwise. ``recompute``, ``sequence``:
     what its runs do where they do not say.
@@ -106,6 +106,7 @@ class Stack:
     fused: bool = True
     captured: bool = False
     tensor_overlap: bool = False
+    expert_overlap: bool = False
     hidden_input_gradients: bool = False
     message_overlap: bool = False
     gradient_bytes: int = 4

@@ -20,6 +20,7 @@ from trine.optim.plan.constants import Stack, spread
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.operators import LayerTimes, Pass, layer_times
 from trine.optim.plan.traffic import Traffic, traffic_of
+from trine.optim.plan.waits import Waits, waits_of
 from trine.optim.plan.workload import Convention, Workload
 
 __all__ = ["PARTS", "Estimates", "parts_of", "predict"]
@@ -115,10 +116,15 @@ class _Rank:
         return self.forward_s, self.input_s, self.weight_s
 
 
-def parts_of(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> dict[str, Column]:
-    """Seconds a step by name (:data:`PARTS`); sizes and conditions of length one, or a row a layout."""
+def parts_of(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Waits | None = None
+) -> dict[str, Column]:
+    """Seconds a step by name (:data:`PARTS`); sizes and conditions of length one, or a row a layout.
+
+    ``waits``: the same of an earlier call with other constants.
+    """
     times = layer_times(sizes, conditions, layouts)
-    traffic = traffic_of(sizes, conditions, layouts, times)
+    traffic = traffic_of(sizes, conditions, layouts, times, waits or waits_of(sizes, conditions, layouts))
     middle_layers, end_layers = _layers(sizes, layouts)
     layer = _Layer.of(sizes, conditions, layouts, times, traffic)
     middle = layer.rank(middle_layers)

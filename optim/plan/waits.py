@@ -1,0 +1,233 @@
+"""How long each of a step's collectives takes alone: volumes by the literature, seconds by :mod:`trine.optim.plan.collectives`.
+
+Volumes: two all-reduces of a layer's output forward and two backward under tensor parallelism (Shoeybi 2019; a reduce-scatter
+and an all-gather each where the sequence is split, Korthikanti 2022), keys and values round a ring under context parallelism
+(Liu 2023), two all-to-alls of routed tokens forward and two backward under expert parallelism (Lepikhin 2020), gradients once
+a step or, under ZeRO 3, parameters twice and gradients once a micro-batch (Rajbhandari 2020).
+
+Nothing here depends on what a fit moves, so a fit computes it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from trine.optim.plan.collectives import all_reduce_s, all_to_all_s, point_to_point_s, reduce_scatter_s
+from trine.optim.plan.columns import Column, Conditions, Sizes
+from trine.optim.plan.layouts import COMPRESSIONS, Layouts
+
+__all__ = ["Wait", "Waits", "rank_parameters", "waits_of"]
+
+#: Bytes of an element on the wire, by compression; None: the stack's own.
+_WIRE_BYTES = {
+    "none": None,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "int8": 1.0,
+    "qsgd": 1.0,
+    "powersgd": 0.1,
+    "onebit": 0.125,
+    "terngrad": 0.25,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Seconds of a collective alone, and whether it leaves the node."""
+
+    alone_s: Column
+    away: Column
+
+    def reached_s(self, conditions: Conditions) -> Column:
+        """As training reaches it."""
+        return self.alone_s / np.where(self.away, conditions.between_bandwidth, conditions.inside_bandwidth)
+
+    def overlap(self, conditions: Conditions) -> Column:
+        """By what share of it computing beside it is slower."""
+        return np.where(self.away, conditions.between_overlap, conditions.inside_overlap)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Of every layout: one reduction of a layer's output over tensor ranks; a layer's keys and values once round its
+    ring; one all-to-all of a layer of experts; a message between stages; a layer's weights gathered, and their gradients
+    reduced (with replicas of a shard group); a rank's gradients synchronised, those of experts apart; a tied table's."""
+
+    tensor: Wait
+    context: Wait
+    expert: Wait
+    message: Wait
+    gather: Wait
+    expert_gather: Wait
+    reduce: Wait
+    expert_reduce: Wait
+    replicas: Wait
+    gradients: Wait
+    expert_gradients: Wait
+    table: Wait
+
+
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """Collectives of every layout over its network."""
+
+    conditions: Conditions
+    rows: int
+
+    def _each(self, function: Callable[..., Column], *columns: Column) -> Column:
+        networks, which = self.conditions.networks, self.conditions.network
+        wide = [np.broadcast_to(column, self.rows) for column in columns]
+        if len(networks) == 1:
+            return function(networks[0], *wide)
+        found = np.zeros(self.rows)
+        for position, network in enumerate(networks):
+            chosen = np.flatnonzero(which == position)
+            found[chosen] = function(network, *(column[chosen] for column in wide))
+        return found
+
+    def _group(self, function: Callable[..., Column], size: Column, ranks: Column, per_node: Column) -> Wait:
+        """Over groups of ``ranks``, of which a node holds as many as ``per_node`` says."""
+        here = np.maximum(np.floor(np.minimum(np.minimum(per_node, self.conditions.node), ranks)), 1.0)
+        return Wait(self._each(function, size, ranks, here), np.broadcast_to(ranks > here, self.rows))
+
+    def one_way(self, size: Column, ranks: Column, per_node: Column) -> Wait:
+        """An all-gather whose result has so many bytes, or a reduce-scatter."""
+        return self._group(reduce_scatter_s, size, ranks, per_node)
+
+    def all_reduce(self, size: Column, ranks: Column, per_node: Column) -> Wait:
+        """Of so many bytes."""
+        return self._group(all_reduce_s, size, ranks, per_node)
+
+    def two_level(self, size: Column, ranks: Column, per_node: Column) -> Wait:
+        """An all-reduce that reduces in nodes first."""
+        return self._group(partial(all_reduce_s, algorithm="two_level"), size, ranks, per_node)
+
+    def all_to_all(self, size: Column, ranks: Column, per_node: Column) -> Wait:
+        """Of so many bytes a rank."""
+        return self._group(all_to_all_s, size, ranks, per_node)
+
+    def message(self, size: Column, inside: Column) -> Wait:
+        """Point to point."""
+        near = np.broadcast_to(np.asarray(inside) & (self.conditions.node > 1), self.rows)
+        return Wait(self._each(point_to_point_s, size, near), ~near)
+
+
+def _where(chosen: Column, wait: Wait, other: Wait | None = None) -> Wait:
+    """Elsewhere another, or nothing."""
+    if other is None:
+        return Wait(np.where(chosen, wait.alone_s, 0.0), wait.away)
+    return Wait(np.where(chosen, wait.alone_s, other.alone_s), np.where(chosen, wait.away, other.away))
+
+
+def waits_of(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Waits:
+    """Of every layout."""
+    wire = _Wire(conditions, len(layouts))
+    tokens = layouts["micro_batch"] * sizes.sequence / layouts["context"]
+    element = np.where(layouts.is_kind("precision", "fp32", "tf32"), 4.0, 2.0)
+    tensor = layouts["tensor"].astype(np.float64)
+    context = layouts["context"].astype(np.float64)
+    output = tokens * sizes.hidden * element
+    split = wire.one_way(2 * output, tensor, conditions.node)
+    keys = np.maximum(sizes.kv_heads / tensor, 1) * sizes.score_size
+    block = wire.message(tokens * element * keys, tensor * context <= conditions.node)
+    routed = output / tensor * sizes.experts_per_token * sizes.load_imbalance
+    return Waits(
+        tensor=_where(layouts["sequence"] > 0, split, wire.all_reduce(output, tensor, conditions.node)),
+        context=Wait(np.where(context > 1, (context - 1) * block.alone_s, 0.0), block.away),
+        expert=_where(
+            sizes.mixture_layers > 0, wire.all_to_all(routed, layouts["expert"] * 1.0, conditions.node)
+        ),
+        # Pipeline ranks are outermost in Megatron's order: neighbours share a node only where the whole job does.
+        message=_where(
+            layouts["pipeline"] > 1, wire.message(output / tensor, layouts.devices <= conditions.node)
+        ),
+        **_of_layers(sizes, conditions, layouts, wire, element),
+        **_of_gradients(sizes, conditions, layouts, wire),
+    )
+
+
+def _near(conditions: Conditions, layouts: Layouts) -> Column:
+    """How many ranks with different data a node has."""
+    return np.maximum(conditions.node / layouts["tensor"], 1.0)
+
+
+def _wire_bytes(conditions: Conditions, layouts: Layouts) -> Column:
+    found = np.broadcast_to(conditions.gradient_bytes, layouts["data"].shape).astype(np.float64)
+    for code, name in enumerate(COMPRESSIONS):
+        if (size := _WIRE_BYTES[name]) is not None:
+            found = np.where(layouts["compression"] == code, np.minimum(size, found), found)
+    return found
+
+
+def _expert_group(ranks: Column, layouts: Layouts) -> Column:
+    """Ranks that hold the same experts, of ranks with different data."""
+    return np.maximum(np.floor(ranks * layouts["tensor"] / layouts["expert"]), 1.0)
+
+
+def _of_layers(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: _Wire, element: Column
+) -> dict[str, Wait]:
+    """Of an average layer under ZeRO 3."""
+    mixed = sizes.mixture_layers / sizes.layers
+    shared = (1 - mixed) * sizes.dense_layer_parameters + mixed * sizes.mixture_rest_parameters
+    shared = shared / layouts["tensor"]
+    experts = mixed * sizes.experts * sizes.expert_parameters
+    experts = experts / np.minimum(layouts["expert"] * 1.0, sizes.experts)
+    ranks = layouts.shard_ranks.astype(np.float64)
+    near = _near(conditions, layouts)
+    wide = _wire_bytes(conditions, layouts)
+    own = _expert_group(ranks, layouts)
+    on = layouts["zero_stage"] == 3
+    replicas = np.maximum(layouts["data"] * layouts["context"] / ranks, 1.0)
+    return {
+        "gather": _where(on, wire.one_way(shared * element, ranks, near)),
+        "expert_gather": _where(on & (experts > 0), wire.one_way(experts * element, own, near)),
+        "reduce": _where(on, wire.one_way(shared * wide, ranks, near)),
+        "expert_reduce": _where(on & (experts > 0), wire.one_way(experts * wide, own, near)),
+        "replicas": _where(on, wire.all_reduce(shared * wide / ranks, replicas, np.ones(1))),
+    }
+
+
+def rank_parameters(sizes: Sizes, layouts: Layouts) -> tuple[Column, Column]:
+    """Of the busiest stage's rank: weights that all data ranks share, and weights of experts."""
+    stage = sizes.layers / layouts["pipeline"]
+    mixture = sizes.mixture_layers / layouts["pipeline"]
+    shared = (stage - mixture) * sizes.dense_layer_parameters + mixture * sizes.mixture_rest_parameters
+    shared = (shared + sizes.embedding_parameters) / layouts["tensor"]
+    experts = mixture * sizes.experts * sizes.expert_parameters
+    return shared, experts / np.minimum(layouts["expert"] * 1.0, sizes.experts)
+
+
+def _of_gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: _Wire) -> dict[str, Wait]:
+    """Of a step, without ZeRO 3: an all-reduce, or a reduce-scatter and the gather of new parameters."""
+    shared, experts = rank_parameters(sizes, layouts)
+    ranks = (layouts["data"] * layouts["context"]).astype(np.float64)
+    near = _near(conditions, layouts)
+    size = _wire_bytes(conditions, layouts)
+    off = layouts["zero_stage"] < 3
+
+    def synchronised(weights: Column, group: Column) -> Wait:
+        reduced = wire.one_way(weights * size, group, near)
+        spread_out = wire.one_way(weights * 2.0, group, near)
+        halves = Wait(reduced.alone_s + spread_out.alone_s, reduced.away)
+        whole = _where(
+            layouts["two_level"] > 0,
+            wire.two_level(weights * size, group, near),
+            wire.all_reduce(weights * size, group, near),
+        )
+        return _where(off & (weights > 0), _where(layouts["zero_stage"] > 0, halves, whole))
+
+    # Stages at both ends reduce a tied table between them.
+    table = sizes.embedding_parameters / layouts["tensor"] * size
+    pair = 2.0 * np.ones(len(layouts))
+    return {
+        "gradients": synchronised(shared, ranks),
+        "expert_gradients": synchronised(experts, _expert_group(ranks, layouts)),
+        "table": _where(
+            (layouts["pipeline"] > 1) & (sizes.tied > 0), wire.all_reduce(table, pair, np.ones(1))
+        ),
+    }
