@@ -206,7 +206,7 @@ class Parallel(_Section):
     schedule: str | None = _key(None, str)
     chunks: int = _key(1, int, least=1)
     microbatches: int | None = _key(None, int, least=1)
-    split: tuple[str, ...] | str = _key((), tuple, str, auto=True)
+    split: tuple[str, ...] | str = _key("auto", tuple, str, auto=True)
 
 
 @dataclass(frozen=True)

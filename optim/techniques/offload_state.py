@@ -45,6 +45,8 @@ def refusal(config: Config) -> str | None:
     """Keys that would do nothing where nothing is offloaded."""
     offload = config.offload
     auto = "auto" in (offload.optimizer, offload.parameters)
+    if offload.path is not None and not offload.path.strip():
+        return f'offload.path = "{offload.path}" names no folder: name one on the disk that is to be used, or take the key out'
     if (
         offload.path is not None
         and not auto

@@ -43,6 +43,8 @@ _SPLITS = ("auto", "layers")
 def refusal(config: Config) -> str | None:
     """Keys that mean nothing without ``parallel.pipeline``, and names that nothing has."""
     parallel = config.parallel
+    if parallel.split == ():
+        return 'parallel.split = [] names no block: name those that begin the second and later stages, or say "auto" or "layers"'
     if parallel.pipeline == 1:
         for key in KEYS[1:]:
             if key in config.changes():

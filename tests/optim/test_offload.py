@@ -108,6 +108,36 @@ def test_frozen_and_tied_parameters(tmp_path: Path) -> None:
         assert plain.is_bitwise(run(changes)), changes
 
 
+class _Shared(nn.Module):
+    """Four blocks, of which as many share one weight, the last ones."""
+
+    def __init__(self, sharing: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+        for block in self.blocks[4 - sharing :]:
+            block[0].weight = self.blocks[-1][0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_blocks_that_share_a_parameter_stay_on_the_device(tmp_path: Path) -> None:
+    """A home of its own in each would train two copies of what is one parameter."""
+    data = [torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    places = (CPU | {"offload.parameters": "cpu"}, whole(tmp_path))
+    for sharing, blocks in ((0, 4), (2, 2)):
+        plain = offload_cases.train({}, _Shared(sharing), data, offload_cases.squares)
+        for changes in places:
+            found = offload_cases.train(changes, _Shared(sharing), data, offload_cases.squares)
+            assert plain.is_bitwise(found), (sharing, changes)
+            assert any(f"{blocks} blocks, fetched one ahead" in effect for effect in found.effects)
+    with pytest.raises(UsageError, match=r"^offload\.parameters: the model has no list of like blocks"):
+        offload_cases.train(places[0], _Shared(4), data, offload_cases.squares)
+
+
 def test_evaluations_and_readers_between_steps_see_the_parameters(tmp_path: Path) -> None:
     seen: list[list[Any]] = []
 
@@ -346,6 +376,9 @@ def test_a_checkpoint_of_any_tier_resumes_bitwise_on_any_other(
         ({"offload.device_bytes": 5}, ["offload.device_bytes", "accumulation.micro_batch"]),
         ({"offload.parameters": "cpu"}, ["offload.parameters", "offload.optimizer"]),
         ({"offload.optimizer": "nvme"}, ["offload.path"]),
+        ({"offload.optimizer": "nvme", "offload.path": ""}, ['offload.path = ""', "names no folder"]),
+        ({"offload.activations": "nvme", "offload.path": " "}, ['offload.path = " "', "names no folder"]),
+        ({**CPU, "offload.path": ""}, ['offload.path = ""', "names no folder"]),
         (
             {"offload.optimizer": "nvme", "offload.path": "/no/such/folder"},
             ["/no/such/folder", "no such folder"],

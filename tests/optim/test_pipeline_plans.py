@@ -123,6 +123,8 @@ def test_a_schedule_is_found_by_its_names() -> None:
             {"parallel.pipeline": 2, "parallel.split": "evenly"},
             'parallel.split = "evenly": it takes "auto", "layers"',
         ),
+        ({"parallel.pipeline": 2, "parallel.split": []}, "parallel.split = [] names no block"),
+        ({"parallel.split": []}, "parallel.split = [] names no block"),
     ],
 )
 def test_what_means_nothing_is_refused(changes: dict[str, Any], said: str) -> None:

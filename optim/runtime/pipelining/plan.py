@@ -157,7 +157,7 @@ def _cuts(
     stages = ranks * chunks
     if split == "layers":
         return equal_numbers(len(chain), stages)
-    if isinstance(split, tuple) and split:
+    if isinstance(split, tuple):
         return _named(split, chain, stages)
     return partition(
         costs.blocks, ranks, chunks, turned=schedule.turned, before=costs.before, behind=costs.behind
@@ -167,7 +167,7 @@ def _cuts(
 def _why(split: Any, costs: Costs) -> str:
     if split == "layers":
         return f"equal numbers of blocks; {costs.kind} cost"
-    if isinstance(split, tuple) and split:
+    if isinstance(split, tuple):
         return f"as the configuration names them; {costs.kind} cost"
     return f"equal {costs.kind} cost"
 
