@@ -50,7 +50,7 @@ PRIORS: Mapping[str, tuple[float, float]] = {
     "compute": (1.0, 0.1),
     "microbatch_s": (1e-3, 1.0),
     "step_s": (0.05, 1.5),
-    "exposed": (0.7, 0.7),
+    "exposed": (0.8, 0.7),
 }
 #: Above this error (as a logarithm) a run counts as an outlier and pulls ever less.
 _KNEE = 0.05
@@ -101,7 +101,6 @@ class Problem:
 
     def _log_ratio(self, rows: Mapping[str, Values]) -> Values:
         changed = {field: np.exp(value) for field, value in rows.items()}
-        changed["exposed"] = np.minimum(changed["exposed"], 1.5)
         parts = parts_of(self.sizes, replace(self.conditions, **changed), self.layouts, self.waits)
         return np.asarray(np.log(sum(parts.values()) / self.measured))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trine.optim.plan import Cluster, Layouts, Workload
+from trine.optim.plan import Cluster, Device, Layouts, Workload
 from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.devices import device_named, facts_of
 from trine.optim.plan.links import link_of
@@ -21,6 +21,8 @@ from trine.record.errors import TrineError, UnreadableInput
 
 __all__ = ["Run", "Skipped", "read_runs"]
 
+#: Watts of a device of a family as it is usually sold.
+_POWER = {"hopper": 700, "ampere": 400}
 _NUMBER = re.compile(r"[~≈<>]?\s*([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
 #: Rounds of MLPerf Training → the month of NVIDIA's containers that its NeMo submissions ran (their system names say so).
 _CONTAINERS = {
@@ -261,7 +263,7 @@ def _layers_from_parameters(row: _Row, hidden: int, ffn: int, vocab: int, gated:
 
 
 def _cluster(row: _Row, devices: int) -> Cluster:
-    device = device_named(row.text("gpu"))
+    device = _device(row)
     facts = facts_of(device)
     node = row.count("gpus_per_node") or (facts.node if facts else 8)
     here = min(node, devices)
@@ -276,6 +278,20 @@ def _cluster(row: _Row, devices: int) -> Cluster:
         else None,
         name=f"{devices} × {device.name}",
     )
+
+
+def _device(row: _Row) -> Device:
+    """The device; one whose stated power is below its family's runs at lower clocks."""
+    device = device_named(row.text("gpu"))
+    stated = re.search(r"\b(\d{3,4}) ?W\b", row.text("gpu"))
+    nominal = _POWER.get(device.family)
+    if stated is None or nominal is None or int(stated[1]) >= nominal:
+        return device
+    row.assume(f"clocks by the cube root of {stated[1]} of {nominal} W")
+    share = (int(stated[1]) / nominal) ** (1 / 3)
+    peaks = {name: value * share for name, value in device.flops_per_s.items()}
+    rate = device.matmul_flops_per_s and device.matmul_flops_per_s * share
+    return device.with_changes(flops_per_s=peaks, matmul_flops_per_s=rate)
 
 
 def _stack(row: _Row) -> Stack:
@@ -299,6 +315,8 @@ def _stack(row: _Row) -> Stack:
         traits["fused"] = True
     if re.search(r"async ?-?tp", notes):
         traits["tensor_overlap"] = True
+    if "rowwise" in row.text("precision").lower():
+        traits["fp8_gain"] = 0.0
     return stack.with_traits(**traits) if traits else stack
 
 
@@ -336,7 +354,7 @@ def _layout(row: _Row, workload: Workload, stack: Stack, devices: int) -> tuple[
         "zero_stage": min(stage, 3),
         "sequence": int(tensor > 1 and (sequence > 0 if sequence is not None else stack.sequence)),
         **_recompute(row, workload, stack, pipeline),
-        "precision": _precision(row),
+        "precision": _precision(row, stack),
     }
     return layout, batch
 
@@ -403,7 +421,7 @@ def _recompute(row: _Row, workload: Workload, stack: Stack, pipeline: int) -> di
     return {"recompute": stack.recompute}
 
 
-def _precision(row: _Row) -> str:
+def _precision(row: _Row, stack: Stack) -> str:
     text = row.text("precision").lower()
     if "fp4" in text:
         raise _Missing("no precision fp4 is planned")
@@ -412,5 +430,6 @@ def _precision(row: _Row) -> str:
     if found := re.search(r"bf16|bfloat16|fp16|float16|tf32|fp32|float32", text):
         return found[0].replace("bfloat", "bf").replace("float", "fp")
     half = "fp16" if "v100" in row.text("gpu").lower() else "bf16"
+    half = stack.precision if half == "bf16" else half
     row.assume(f"precision {half}")
     return half

@@ -31,6 +31,8 @@ __all__ = ["Column", "Conditions", "Sizes", "joined"]
 
 Column = npt.NDArray[np.float64]
 
+#: Families on which attention kernels of two generations differ.
+_NEWER = ("hopper", "blackwell")
 #: Bandwidth of a link that a cluster does not have: no formula that uses it applies.
 _NO_LINK = Bandwidth(1e15)
 
@@ -140,6 +142,8 @@ class Conditions:
     fused_attention: Column
     fused: Column
     captured: Column
+    attention_gain: Column
+    fp8_gain: Column
     tensor_overlap: Column
     expert_overlap: Column
     hidden_input_gradients: Column
@@ -167,6 +171,7 @@ class Conditions:
         values: dict[str, object] = {
             "memory_per_s": cluster.device.memory_bandwidth.bytes_per_s,
             "network": 0,
+            "attention_gain": stack.attention_gain if cluster.device.family in _NEWER else 1.0,
             "node": cluster.devices_per_node,
             **{
                 name: getattr(device, name)
@@ -184,6 +189,7 @@ class Conditions:
                     "fused_attention",
                     "fused",
                     "captured",
+                    "fp8_gain",
                     "tensor_overlap",
                     "expert_overlap",
                     "hidden_input_gradients",

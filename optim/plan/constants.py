@@ -84,15 +84,18 @@ class Stack:
     """A declared software stack: four fitted constants, and traits, which are facts about the software.
 
     ``compute``: its compute time over the family's. ``microbatch_s``: host seconds a micro-batch and rank beside kernels.
-    ``step_s``: seconds a step. ``exposed``: share of the gradients' synchronisation that backward does not hide.
+    ``step_s``: seconds a step. ``exposed``: share of the gradients' synchronisation that backward does not hide;
+    under ZeRO 3, seconds of its gathers over those that the network would take.
 
-    ``fused_attention``: scores never reach memory. ``fused``: element-wise kernels are joined (compiled, or by hand).
+    ``fused_attention``: scores never reach memory. ``attention_gain``: of its attention kernels over FlashAttention-2's on
+    devices where those leave most of the tensor units idle (Shah 2024: 1.5 to 2 on Hopper). ``fp8_gain``: share of the
+    family's gain from fp8 that its recipe keeps (scales by rows cost most of it). ``fused``: element-wise kernels are joined (compiled, or by hand).
     ``captured``: kernels are launched by a graph, not one by one. ``tensor_overlap``: tensor-parallel collectives are cut up
     and hidden behind matmuls. ``expert_overlap``: all-to-alls of experts run behind another micro-batch.
     ``hidden_input_gradients``: all-reduces of backward run behind weight gradients.
     ``message_overlap``: pipeline messages are hidden. ``gradient_bytes``: of an element when it is reduced.
-    ``split_optimizer``: optimizer state is sharded over data ranks unless a layout says otherwise. ``recompute``, ``sequence``:
-    what its runs do where they do not say.
+    ``split_optimizer``: optimizer state is sharded over data ranks unless a layout says otherwise. ``recompute``, ``sequence``,
+    ``precision``: what its runs do where they do not say.
     """
 
     name: str
@@ -105,6 +108,8 @@ class Stack:
     fused_attention: bool = True
     fused: bool = True
     captured: bool = False
+    attention_gain: float = 1.0
+    fp8_gain: float = 1.0
     tensor_overlap: bool = False
     expert_overlap: bool = False
     hidden_input_gradients: bool = False
@@ -112,6 +117,7 @@ class Stack:
     gradient_bytes: int = 4
     split_optimizer: bool = False
     recompute: str = "none"
+    precision: str = "bf16"
     sequence: bool = False
     provenance: str = ""
 

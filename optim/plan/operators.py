@@ -24,6 +24,8 @@ __all__ = ["LayerTimes", "Pass", "layer_times", "matmul_s"]
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.62))
 #: What a partly filled last wave costs beyond its share: a mixture of tile shapes and stream-K level out the rest.
 _QUANTISATION = 0.5
+#: How much longer a matmul takes whose rows are not aligned to 16 bytes.
+_UNALIGNED = 3.0
 #: Kernels of a layer's forward where the host launches each: joined by hand or by a compiler, and not.
 _KERNELS = {True: 30.0, False: 45.0}
 #: More of them in a layer of experts, and for each expert of a rank.
@@ -90,7 +92,7 @@ def rates_of(conditions: Conditions, layouts: Layouts, *, linear: bool = True) -
     rate = conditions.rates[rows, plain] * conditions.matmul
     if linear:
         gain = conditions.rates[rows, code] / conditions.rates[rows, plain]
-        rate = rate * np.where(is_fp8, 1 + conditions.fp8 * (gain - 1), 1.0)
+        rate = rate * np.where(is_fp8, 1 + conditions.fp8 * conditions.fp8_gain * (gain - 1), 1.0)
     wide = np.isin(code, [PRECISIONS.index("fp32"), PRECISIONS.index("tf32")])
     return Rates(
         rate=rate / conditions.compute,
@@ -207,7 +209,7 @@ def _scores(
     flops = 2.0 * tokens * heads * sizes.score_size * sizes.attended
     head = sizes.score_size / 2
     shape = np.minimum(head / (head + 32.0) * 1.25, 1.0)
-    fused = flops / (on.rate * conditions.attention * shape)
+    fused = flops / (on.rate * conditions.attention * conditions.attention_gain * shape)
     batch = tokens / sizes.sequence * layouts["context"] * heads
     part = sizes.sequence / layouts["context"]
     matmuls = matmul_s(part, sizes.sequence, head, batch, on) + matmul_s(

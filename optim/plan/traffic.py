@@ -128,8 +128,9 @@ def _gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Wa
 def _gather(sizes: Sizes, conditions: Conditions, times: LayerTimes, waits: Waits) -> tuple[Column, Column]:
     """What of a layer's gathers and reductions forward and backward wait for; the next layer's run beside this one."""
     gathered = waits.gather.reached_s(conditions) + waits.expert_gather.reached_s(conditions)
+    gathered = gathered * conditions.exposed
     reduced = waits.reduce.reached_s(conditions) + waits.expert_reduce.reached_s(conditions)
-    reduced = (reduced + waits.replicas.reached_s(conditions)) * (1 - sizes.frozen)
+    reduced = (reduced + waits.replicas.reached_s(conditions)) * (1 - sizes.frozen) * conditions.exposed
     slow = waits.gather.overlap(conditions)
     work_behind = times.dense.input_s + times.dense.weight_s + times.dense.recompute_s
     return (
