@@ -38,6 +38,7 @@ __all__ = [
     "all_reduce_s",
     "all_to_all_s",
     "broadcast_s",
+    "bus_of",
     "point_to_point_s",
     "reduce_scatter_s",
 ]
@@ -60,11 +61,9 @@ class _Group:
 
     @property
     def bus(self) -> Floats:
-        """Of a ring through all links: the narrower."""
-        return np.minimum(
-            np.where(self.per_node > 1, self.inside_bus, np.inf),
-            np.where(self.nodes > 1, self.between_bus, np.inf),
-        )
+        """Of a ring through all links: the narrower. Infinite for one rank."""
+        inside = np.where(self.per_node > 1, self.inside_bus, np.inf)
+        return np.minimum(inside, np.where(self.nodes > 1, self.between_bus, np.inf))
 
 
 def _group(network: Network, size_bytes: Numbers, ranks: Numbers, ranks_per_node: Numbers | None) -> _Group:
@@ -86,6 +85,17 @@ def _group(network: Network, size_bytes: Numbers, ranks: Numbers, ranks_per_node
         line = network.between.bandwidth.bytes_per_s * network.between_constants.bandwidth_efficiency
         between = line * each
     return _Group(size, count, each, nodes, inside, between)
+
+
+def bus_of(
+    network: Network, ranks: Numbers, ranks_per_node: Numbers | None = None
+) -> tuple[Floats, Floats, Floats]:
+    """What a group's ring reaches of its links inside a node and between nodes, and of both together: bytes a second that
+    each rank sends. Infinite where the group has no such link. Raises ``UsageError``."""
+    group = _group(network, 0.0, ranks, ranks_per_node)
+    inside = np.where(group.per_node > 1, group.inside_bus, np.inf)
+    between = np.where(group.nodes > 1, group.between_bus, np.inf)
+    return inside, between, np.minimum(inside, between)
 
 
 def _check(network: Network, size: Floats, ranks: Floats, per_node: Floats, nodes: Floats) -> None:

@@ -190,7 +190,7 @@ def test_a_cluster_s_constants_are_its_kind_s_and_family_s() -> None:
     assert Network.of(hopper, generic).inside_constants.bandwidth_efficiency == 0.4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     size=st.floats(1e3, 1e10),
     exponent=st.integers(0, 9),
