@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -47,6 +48,8 @@ class Key:
         if isinstance(value, tuple):
             self._check_members(path, value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{path} = {spell(value)}: it takes a finite number")
             if self.least is not None and not value >= self.least:
                 raise UsageError(f"{path} = {spell(value)}: it takes {self.least:g} or more")
             if self.above is not None and not value > self.above:

@@ -118,6 +118,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
         Config.from_toml("a\0b")
 
 
+@pytest.mark.parametrize("key", ["communication.bucket_mib", "offload.tile_mib", "precision.loss_scale"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_are_finite(key: str, value: float) -> None:
+    with pytest.raises(UsageError, match=rf"^{key} = (inf|nan): it takes a finite number"):
+        Config().with_changes({key: value})
+
+
 def test_names_that_are_no_strings_are_unknown_keys() -> None:
     for take in (Config.from_dict, Config().with_changes):
         with pytest.raises(UsageError, match="no key 1"):
