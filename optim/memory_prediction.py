@@ -28,6 +28,8 @@ __all__ = ["MARGIN", "MemoryPrediction", "predict_memory"]
 #: Of a device's memory, the share to plan with: allocators round up and fragment, and drivers keep some for themselves.
 MARGIN = 0.9
 
+#: Above any machine that there is; lists of a thousand times as many fill a host's memory.
+MOST_RANKS = 2**20
 #: Seconds after which a prediction is given up.
 TIMEOUT_S = 300.0
 #: Blocks of CUDA's caching allocator are multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
@@ -127,6 +129,12 @@ def predict_memory(
     if not isinstance(ranks, int) or ranks < 1 or not 0 <= rank < ranks:
         raise UsageError(
             f"ranks = {ranks!r} and rank = {rank!r}: a memory prediction is of one rank of 1 or more"
+        )
+    if ranks > MOST_RANKS:
+        raise UsageError(f"ranks = {ranks}: layouts list every rank: use {MOST_RANKS} or fewer")
+    if ranks_per_node is not None and (ranks_per_node < 1 or ranks % ranks_per_node):
+        raise UsageError(
+            f"ranks per node = {ranks_per_node}: it takes a number that divides the {ranks} ranks"
         )
     from trine.optim.runtime.memory_runs import Request, run
     from trine.optim.runtime.pretended_ranks import in_a_fork

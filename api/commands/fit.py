@@ -94,8 +94,9 @@ class _Maker:
         sys.path.insert(0, "")
         try:
             self._function = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"{path} cannot be imported: {error}") from error
+        except (Exception, SystemExit) as error:  # it runs the program's own code
+            kind = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
+            raise UsageError(f"{path} cannot be imported: {kind}{error}") from error
         self._path = path
         self._arguments = arguments
         self._made: Any = None
@@ -139,7 +140,7 @@ def _pair(word: str, where: str) -> tuple[str, Any]:
         raise UsageError(f"{where}: {word!r} is no KEY=VALUE")
     try:
         return key, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key, text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import memory_prediction_cases as cases
@@ -226,9 +227,24 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("fit trine.samples.sizing:gpt --capacity much", "is no size"),
         ("fit trine.samples.sizing:gpt --capacity 1e400", "is no size"),
         ("fit trine.samples.sizing:gpt --capacity .e5", "is no size"),
+        ("fit trine.samples.sizing:gpt --ranks 1000000000", "use 1048576 or fewer"),
+        ("fit trine.samples.sizing:gpt --ranks 4 --ranks-per-node 3", "ranks per node = 3"),
+        ("fit trine.samples.sizing:gpt --ranks 4 --ranks-per-node 0", "ranks per node = 0"),
+        ("fit .sizing:gpt", "cannot be imported: TypeError"),
+        ("fit that_ends:gpt", "cannot be imported: SystemExit: 3"),
+        ("fit that_raises:gpt", "cannot be imported: ValueError: at import"),
     ],
 )
-def test_the_command_names_mistakes(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_mistakes(
+    words: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "that_ends.py").write_text("raise SystemExit(3)")
+    (tmp_path / "that_raises.py").write_text("raise ValueError('at import')")
+    monkeypatch.syspath_prepend(tmp_path)
     assert main(words.split()) == 2
     assert said in capsys.readouterr().err
 
