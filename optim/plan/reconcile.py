@@ -14,10 +14,11 @@ from trine.optim.plan.workload import Workload
 
 __all__ = ["reconciled"]
 
-#: A count this close to the stated one is meant: papers give three digits.
-_CLOSE = 0.006
-#: Layers are doubted only where the dimensions come this near: a model cut down to a few layers keeps its name and its size.
-_NEAR = 0.35
+#: A count this close to the stated one is meant, however many digits are stated.
+_CLOSE = 0.003
+#: Layers are doubted only where the dimensions come this near, since a model cut down to a few layers keeps its name and its
+#: size, and not nearer than that, where biases, positions or a padded vocabulary may be the difference.
+_NEAR, _NEARER = 0.35, 0.03
 #: Commonest first.
 _HEAD_SIZES = (128, 64, 256, 96, 80, 192, 160)
 
@@ -25,20 +26,30 @@ _HEAD_SIZES = (128, 64, 256, 96, 80, 192, 160)
 def reconciled(workload: Workload, parameters: float) -> tuple[Workload, str]:
     """The workload whose count is nearest to the stated parameters, and why it was changed; "" where it was not.
 
-    Tried, one at a time and then tied embeddings with each: a head size that models have, tied or untied embeddings, another
-    number of layers. Nothing is changed where no change comes within 0.6 % of what is stated.
+    Tried: a head size that models have, tied or untied embeddings, another number of layers. Nothing is changed where the
+    count agrees with the digits that are stated (1000 billion has one), nor where no change makes it agree.
     """
     best, reason = workload, ""
-    if _distance(workload, parameters) <= _CLOSE:
+    close = max(_CLOSE, _half_a_digit(parameters))
+    if _distance(workload, parameters) <= close:
         return best, reason
     for changed, why in _candidates(workload, parameters):
         distance = _distance(changed, parameters)
-        if distance <= _CLOSE and (not reason or distance < _distance(best, parameters) / 2):
+        if distance <= close and (not reason or distance < _distance(best, parameters) / 2):
             best, reason = changed, why
     if reason:
         said = f"{parameters / 1e9:.4g} billion parameters are stated and the dimensions given make "
         reason = f"{reason}, since {said}{workload.parameters / 1e9:.4g} billion"
     return best, reason
+
+
+def _half_a_digit(parameters: float) -> float:
+    """A little more than half a unit of the last digit that a number of billions is stated with, as a share of it."""
+    digits = f"{parameters / 1e9:.6g}".split("e")[0]
+    places = len(digits.partition(".")[2])
+    if not places:
+        places = -(len(digits) - len(digits.rstrip("0")))
+    return 0.6 * 10.0**-places / (parameters / 1e9)
 
 
 def _distance(workload: Workload, parameters: float) -> float:
@@ -54,7 +65,11 @@ def _candidates(workload: Workload, parameters: float) -> Iterator[tuple[Workloa
         for base, word in either:
             if size != workload.head_size:
                 yield base.with_changes(head_size=size), _joined(f"head_size {size}", word)
-    if _distance(workload, parameters) < _NEAR and not workload.dense_layers and not workload.window:
+    if (
+        _NEARER < _distance(workload, parameters) < _NEAR
+        and not workload.dense_layers
+        and not workload.window
+    ):
         each = workload.layer_parameters(mixture=workload.is_mixture)
         for base, word in either:
             layers = workload.layers + round((parameters - base.parameters) / each)

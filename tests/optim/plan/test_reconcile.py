@@ -52,6 +52,10 @@ def test_what_was_left_out_is_found(workload: Workload, parameters: float, chang
     [
         (workload_of("gpt3-175b"), 175e9),
         (workload_of("llama3-70b"), 70.6e9),
+        # Narayanan et al. 2021, table 1: "1T" are 1,008 billion.
+        (Workload("t", 128, 25600, 160, 102400, 51200, 2048), 1000e9),
+        # 14.73 billion, where 14.6 is said: no layer more or less.
+        (Workload("z", 46, 5120, 40, 20480, 51200, 2048), 14.6e9),
         # A model of 64 layers that was measured with two keeps its name.
         (
             Workload(
