@@ -146,6 +146,8 @@ class Conditions:
     fp8_gain: Column
     tensor_overlap: Column
     expert_overlap: Column
+    expert_once: Column
+    expert_tensor: Column
     hidden_input_gradients: Column
     message_overlap: Column
     gradient_bytes: Column
@@ -192,6 +194,8 @@ class Conditions:
                     "fp8_gain",
                     "tensor_overlap",
                     "expert_overlap",
+                    "expert_once",
+                    "expert_tensor",
                     "hidden_input_gradients",
                     "message_overlap",
                     "gradient_bytes",

@@ -91,7 +91,9 @@ class Stack:
     devices where those leave most of the tensor units idle (Shah 2024: 1.5 to 2 on Hopper). ``fp8_gain``: share of the
     family's gain from fp8 that its recipe keeps (scales by rows cost most of it). ``fused``: element-wise kernels are joined (compiled, or by hand).
     ``captured``: kernels are launched by a graph, not one by one. ``tensor_overlap``: tensor-parallel collectives are cut up
-    and hidden behind matmuls. ``expert_overlap``: all-to-alls of experts run behind another micro-batch.
+    and hidden behind matmuls. ``expert_overlap``: all-to-alls of experts run behind another micro-batch. ``expert_once``: a token goes to a
+    node once, however many of its experts lie there (DeepSeek-AI 2024, section 3.2.2). ``expert_tensor``: experts are split
+    over the tensor group, too, which then exchanges their tokens.
     ``hidden_input_gradients``: all-reduces of backward run behind weight gradients.
     ``message_overlap``: pipeline messages are hidden. ``gradient_bytes``: of an element when it is reduced.
     ``split_optimizer``: optimizer state is sharded over data ranks unless a layout says otherwise. ``recompute``, ``sequence``,
@@ -112,6 +114,8 @@ class Stack:
     fp8_gain: float = 1.0
     tensor_overlap: bool = False
     expert_overlap: bool = False
+    expert_once: bool = False
+    expert_tensor: bool = False
     hidden_input_gradients: bool = False
     message_overlap: bool = False
     gradient_bytes: int = 4

@@ -91,7 +91,10 @@ def _tensor(
     backward = _beside(plain, hides, slow)
     # A repeated forward repeats its collectives; nothing hides them.
     again = np.where(layouts.is_kind("recompute", "full"), forward, 0.0)
-    return forward, backward + again
+    # Experts split over the tensor group gather and scatter every copy of a token; nothing hides that.
+    copies = conditions.expert_tensor * sizes.experts_per_token * sizes.mixture_layers / sizes.layers
+    routed = copies * waits.tensor.reached_s(conditions)
+    return forward + routed, backward + again + routed
 
 
 def _context(

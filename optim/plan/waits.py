@@ -134,7 +134,9 @@ def waits_of(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Waits:
     split = wire.one_way(2 * output, tensor, conditions.node)
     keys = np.maximum(sizes.kv_heads / tensor, 1) * sizes.score_size
     block = wire.message(tokens * element * keys, tensor * context <= conditions.node)
-    routed = output / tensor * sizes.experts_per_token * sizes.load_imbalance
+    routed = (
+        output / tensor * sizes.experts_per_token * sizes.load_imbalance * _copies(sizes, conditions, layouts)
+    )
     return Waits(
         tensor=_where(layouts["sequence"] > 0, split, wire.all_reduce(output, tensor, conditions.node)),
         context=Wait(np.where(context > 1, (context - 1) * block.alone_s, 0.0), block.away),
@@ -148,6 +150,15 @@ def waits_of(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Waits:
         **_of_layers(sizes, conditions, layouts, wire, element),
         **_of_gradients(sizes, conditions, layouts, wire),
     )
+
+
+def _copies(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Column:
+    """Of the copies of a token that leave its node, how many need to: one a node, for k experts drawn from n nodes."""
+    nodes = np.maximum(layouts["expert"] / conditions.node, 1.0)
+    chosen = np.maximum(sizes.experts_per_token, 1.0)
+    distinct = (nodes - 1) * (1 - (1 - 1 / nodes) ** chosen)
+    share = np.where(nodes > 1, distinct / np.maximum(chosen * (nodes - 1) / nodes, 1e-9), 1.0)
+    return np.where(conditions.expert_once > 0, np.minimum(share, 1.0), 1.0)
 
 
 def _near(conditions: Conditions, layouts: Layouts) -> Column:
