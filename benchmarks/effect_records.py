@@ -76,8 +76,8 @@ class Records:
         """Over all steps, the mean over ranks; nought where it was never told."""
         return sum(sum(self.readings(metric, rank)) for rank in self.ranks) / self.world
 
-    def collectives(self) -> Iterator[tuple[int, str, int, int, int]]:
-        """(rank, operation, bytes, ranks of its group, peer) of each in the steps that count."""
+    def collectives(self) -> Iterator[tuple[int, str, float, int, int]]:
+        """(rank, operation, bytes, ranks of its group, peer) of each in the steps that count; NaN where bytes are missing."""
         for rank in self.ranks:
             table = rank.collectives
             if table is None:
@@ -88,7 +88,7 @@ class Records:
             columns = (table[name].tolist() for name in ("bytes", "peer", "step"))
             for operation, group, size, peer, step in zip(*texts, *columns, strict=True):
                 if step in counted:
-                    known = 0 if size == MISSING else size
+                    known = math.nan if size == MISSING else size
                     yield rank.rank, canonical_operation(operation), known, sizes.get(group, self.world), peer
 
     def counted_steps(self) -> int:

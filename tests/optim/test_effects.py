@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import effect_ranks
+import numpy as np
 import pytest
 from effect_ranks import effects
+
+from trine.record.model import MISSING
 
 #: Of these every quantity has a formula. One round is enough for bytes.
 QUICK = ("bf16 master weights", "zero 2 on 2", "bf16 on 2", "accumulation 4, the same micro-batch")
@@ -41,6 +46,22 @@ def test_a_technique_that_does_nothing_is_off(tmp_path: Path, request: pytest.Fi
     assert result.optimised == pytest.approx(result.plain)
     assert not result.holds
     assert "OFF" in str(result)
+
+
+@pytest.mark.parametrize("size", [100, MISSING])
+def test_bytes_that_a_record_lacks_are_missing_not_nought(size: int) -> None:
+    class Table(dict[str, np.ndarray]):
+        def text(self, column: str) -> np.ndarray:
+            return self[column]
+
+    columns = {"operation": "all_gather", "group": "0", "bytes": size, "peer": MISSING, "step": 1}
+    table = Table({name: np.array([value]) for name, value in columns.items()})
+    groups = [SimpleNamespace(id="0", ranks=(0, 1))]
+    rank = SimpleNamespace(rank=0, steps={"index": np.arange(2)}, collectives=table, groups=groups)
+    records = effects.effect_records.Records.__new__(effects.effect_records.Records)
+    records.ranks, records.world = [rank], 1
+    found = records.sent_bytes(("all_gather",))
+    assert math.isnan(found) if size == MISSING else found == 50  # an all-gather between two sends half
 
 
 def _results(name: str, folder: Path, request: pytest.FixtureRequest, rounds: int) -> list[effects.Result]:
