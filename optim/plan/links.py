@@ -87,21 +87,21 @@ def link_of(
     >>> link_of("4x100Gb/s Omni-Path per node (=50Gb/s per GPU)").bandwidth.bytes_per_s
     6250000000.0
     """
-    usual = default_link(device, between=between) if device is not None else None
     if not text or not text.strip():
-        if usual is None:
-            raise UsageError(
-                'no link is described: write a rate with its unit, as in "NVLink4 450GB/s" or "400Gb/s NDR InfiniBand"'
-            )
-        return usual
+        if device is not None:
+            return default_link(device, between=between)
+        raise UsageError(
+            'no link is described: write a rate with its unit, as in "NVLink4 450GB/s" or "400Gb/s NDR InfiniBand"'
+        )
+    usual = _usual(device, between)
     kind = next((kind for pattern, kind in _KINDS if re.search(pattern, text, re.IGNORECASE)), None)
     bandwidth = _bandwidth_of(text, device, devices_per_node)
     note = ""
     if bandwidth is None:
-        if usual is None:
+        if usual is None or device is None:
             raise UsageError(f'{text!r} says no rate: add one with its unit, as in "{text} 400Gb/s"')
         bandwidth = usual.bandwidth
-        note = f"{text!r} says no rate: {bandwidth} a device taken, as {device.name} usually has"  # type: ignore[union-attr]
+        note = f"{text!r} says no rate: {bandwidth} a device taken, as {device.name} usually has"
     if kind is None:
         kind = usual.kind if usual is not None else "infiniband" if between else "nvlink"
     in_switch = bool(_REDUCES.search(text)) or (usual is not None and usual.in_switch and usual.kind == kind)
@@ -131,6 +131,13 @@ def default_link(device: Device, *, between: bool = False) -> Link:
         )
     kind, in_switch = (facts.inside, facts.in_switch) if facts is not None else ("nvlink", False)
     return Link(device.link, kind, in_switch, f"not said; of {device.name}: {device.source}")
+
+
+def _usual(device: Device | None, between: bool) -> Link | None:
+    try:
+        return None if device is None else default_link(device, between=between)
+    except UsageError:
+        return None
 
 
 def _bandwidth_of(text: str, device: Device | None, devices_per_node: int | None) -> Bandwidth | None:

@@ -1,0 +1,246 @@
+"""Clusters by name or from files: ``cluster_of("dgx-h100", devices=512)``, ``cluster_of("cluster.toml")``.
+
+device = "H100-SXM-80GB"                # a known name, or a table [device]
+devices_per_node = 8
+nodes = 16
+inside = "NVLink4 NVSwitch"             # as papers write it, or a table
+between = { bandwidth = "400 Gb/s", kind = "infiniband", in_switch = true }
+host_memory = "2 TiB"                   # of a node
+host_link = "64 GB/s"                   # of a device, one direction
+nvme = "6 GB/s"                         # a device's share
+
+[device]                                # one that is not known, or like one that is
+like = "H100-SXM-80GB"
+name = "H100 of ours"
+memory = "94 GiB"
+flops_per_s = { bf16 = 900e12 }
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trine.optim.plan._tables import check_keys, near, packaged, read_toml
+from trine.optim.plan.cluster import Cluster, Device, Link
+from trine.optim.plan.devices import device_named, facts_of
+from trine.optim.plan.links import default_link, link_of
+from trine.optim.plan.units import Bandwidth, parse_bytes
+from trine.record.errors import UsageError
+
+__all__ = ["cluster_from_table", "cluster_names", "cluster_of"]
+
+_KEYS = (
+    "name",
+    "device",
+    "devices_per_node",
+    "nodes",
+    "inside",
+    "between",
+    "host_memory",
+    "host_link",
+    "nvme",
+    "source",
+)
+_DEVICE_KEYS = (
+    "name",
+    "like",
+    "family",
+    "flops_per_s",
+    "memory",
+    "memory_bandwidth",
+    "link",
+    "matmul_flops_per_s",
+    "source",
+)
+_PRECISIONS = ("bf16", "fp16", "tf32", "fp8", "fp32")
+
+
+def cluster_of(source: str | Path, devices: int | None = None) -> Cluster:
+    """A cluster by the name of a known one or from TOML.
+
+    ``devices``: of the whole job, whole nodes or a part of one; by default the nodes that the file says, else one. A known
+    device's name alone is a cluster of such nodes as it usually stands in. Raises ``UsageError`` or ``UnreadableInput``.
+    """
+    known = packaged("clusters.toml")
+    name = str(source).casefold()
+    path = Path(source)
+    if name in known and not path.is_file():
+        found = cluster_from_table(known[name], name, name)
+    elif path.suffix == ".toml" or path.is_file():
+        found = cluster_from_table(read_toml(path, "cluster"), path.stem, str(path))
+    else:
+        found = _usual(str(source), known)
+    return found if devices is None else _sized(found, devices)
+
+
+def cluster_names() -> tuple[str, ...]:
+    """The clusters that are known by name."""
+    return tuple(packaged("clusters.toml"))
+
+
+def cluster_from_table(table: Mapping[str, Any], name: str, where: str) -> Cluster:
+    """A cluster from a file's table; ``where`` begins messages. Raises ``UsageError``."""
+    check_keys(table, _KEYS, where)
+    if "device" not in table:
+        raise UsageError(f'{where} has no device: device = "H100-SXM-80GB", or a table [device]')
+    device = _device(table["device"], where)
+    facts = facts_of(device)
+    usual_node = facts.node if facts is not None else 1
+    per_node = _count(table, "devices_per_node", usual_node, where)
+    nodes = _count(table, "nodes", 1, where)
+    inside = _link(table.get("inside"), device, per_node, where, between=False) if per_node > 1 else None
+    between = None
+    if "between" in table or facts is not None or nodes > 1:
+        between = _link(table.get("between"), device, per_node, where, between=True)
+    return Cluster(
+        device=device,
+        devices_per_node=per_node,
+        nodes=nodes,
+        inside=inside,
+        between=between,
+        name=_text(table, "name", name, where),
+        host_memory_bytes=_placed(parse_bytes, table, "host_memory", where) or 0,
+        host_link=_placed(Bandwidth.parse, table, "host_link", where),
+        nvme=_placed(Bandwidth.parse, table, "nvme", where),
+    )
+
+
+def _usual(source: str, known: Mapping[str, Any]) -> Cluster:
+    """Nodes as a device usually stands in, by the device's name."""
+    try:
+        device = device_named(source)
+        facts = facts_of(device)
+    except UsageError:
+        facts = None
+    if facts is None:
+        raise UsageError(
+            f"no cluster is called {source!r}{near(source, known)} and no file: give a .toml, a device's name, or one of "
+            f"{', '.join(known)}"
+        )
+    inside = default_link(device) if facts.node > 1 else None
+    return Cluster(device, facts.node, 1, inside, default_link(device, between=True), name=device.name)
+
+
+def _sized(cluster: Cluster, devices: int) -> Cluster:
+    """The same nodes, as many as hold these devices."""
+    if devices < 1:
+        raise UsageError(f"devices must be at least 1, not {devices}")
+    per_node = cluster.devices_per_node
+    if devices < per_node:
+        inside = cluster.inside if devices > 1 else None
+        return cluster.with_changes(nodes=1, devices_per_node=devices, inside=inside)
+    if devices % per_node:
+        fewer, more = devices // per_node * per_node, math.ceil(devices / per_node) * per_node
+        raise UsageError(
+            f"{devices} devices fill no whole number of {cluster.name}'s nodes of {per_node}: take {fewer} or {more}"
+        )
+    if devices > per_node and cluster.between is None:
+        raise UsageError(
+            f"{devices} devices are {devices // per_node} nodes of {cluster.name}, and it does not say what links nodes: "
+            'between = "400 Gb/s NDR InfiniBand"'
+        )
+    return cluster.with_changes(nodes=devices // per_node)
+
+
+def _link(said: Any, device: Device, per_node: int, where: str, *, between: bool) -> Link:
+    key = "between" if between else "inside"
+    if said is None:
+        try:
+            return default_link(device, between=between)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+    if isinstance(said, str):
+        try:
+            return link_of(said, device, between=between, devices_per_node=per_node)
+        except UsageError as error:
+            raise UsageError(f"{where}: {key}: {error}") from None
+    if not isinstance(said, Mapping):
+        raise UsageError(f"{where}: {key} must be text or a table, not {said!r}")
+    check_keys(said, ("bandwidth", "kind", "in_switch"), f"{where}: {key}")
+    bandwidth = _placed(Bandwidth.parse, said, "bandwidth", f"{where}: {key}")
+    if bandwidth is None:
+        raise UsageError(
+            f'{where}: {key} has no bandwidth: bandwidth = "400 Gb/s", of one device in one direction'
+        )
+    kind = _text(said, "kind", "infiniband" if between else "nvlink", f"{where}: {key}")
+    if not isinstance(said.get("in_switch", False), bool):
+        raise UsageError(f"{where}: {key}.in_switch must be true or false, not {said['in_switch']!r}")
+    return Link(bandwidth, kind, said.get("in_switch", False))
+
+
+def _device(said: Any, where: str) -> Device:
+    if isinstance(said, str):
+        return device_named(said)
+    if not isinstance(said, Mapping):
+        raise UsageError(f"{where}: device must be a name or a table, not {said!r}")
+    place = f"{where}: [device]"
+    check_keys(said, _DEVICE_KEYS, place)
+    base = device_named(_text(said, "like", "", place)) if "like" in said else None
+    memory = _placed(parse_bytes, said, "memory", place)
+    bandwidth = _placed(Bandwidth.parse, said, "memory_bandwidth", place)
+    flops = _rates(said.get("flops_per_s", {}), place)
+    if base is None and not (flops and memory and bandwidth):
+        missing = next(
+            key
+            for key, value in (("flops_per_s", flops), ("memory", memory), ("memory_bandwidth", bandwidth))
+            if not value
+        )
+        raise UsageError(
+            f'{place} has no {missing}: add it, or start from a known device with like = "H100-SXM-80GB"'
+        )
+    link = _placed(Bandwidth.parse, said, "link", place)
+    matmul = said.get("matmul_flops_per_s")
+    if matmul is not None:
+        matmul = _rates({"bf16": matmul}, place)["bf16"]
+    elif base is not None and "bf16" not in flops:
+        matmul = base.matmul_flops_per_s
+    return Device(
+        name=_text(said, "name", base.name if base else "device", place),
+        family=_text(said, "family", base.family if base else "unknown", place),
+        flops_per_s={**(base.flops_per_s if base else {}), **flops},
+        memory_bytes=memory or (base.memory_bytes if base else 0),
+        memory_bandwidth=bandwidth or (base.memory_bandwidth if base else Bandwidth(1.0)),
+        link=link or (base.link if base else None),
+        matmul_flops_per_s=matmul,
+        source=_text(said, "source", f"{where}" + (f", like {base.name}" if base else ""), place),
+        matmul_rates={} if matmul is None else {"bf16": matmul},
+    )
+
+
+def _rates(said: Any, place: str) -> dict[str, float]:
+    if not isinstance(said, Mapping):
+        raise UsageError(f"{place}: flops_per_s is a table by precision: flops_per_s = {{ bf16 = 989e12 }}")
+    check_keys(said, _PRECISIONS, f"{place}: flops_per_s")
+    for key, value in said.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e9 <= value < 1e18:
+            raise UsageError(
+                f"{place}: flops_per_s.{key} must be floating-point operations a second such as 989e12, not {value!r}"
+            )
+    return {key: float(value) for key, value in said.items()}
+
+
+def _placed(parse: Any, table: Mapping[str, Any], key: str, where: str) -> Any:
+    """A value through its parser; None where it is not said. Errors say where it stands."""
+    if key not in table:
+        return None
+    try:
+        return parse(table[key])
+    except UsageError as error:
+        raise UsageError(f"{where}: {key}: {error}") from None
+
+
+def _count(table: Mapping[str, Any], key: str, otherwise: int, where: str) -> int:
+    value = table.get(key, otherwise)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{where}: {key} must be a whole number of at least 1, not {value!r}")
+    return value
+
+
+def _text(table: Mapping[str, Any], key: str, otherwise: str, where: str) -> str:
+    value = table.get(key, otherwise)
+    if not isinstance(value, str):
+        raise UsageError(f"{where}: {key} must be text, not {value!r}")
+    return value
