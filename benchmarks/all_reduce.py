@@ -11,20 +11,21 @@ repetition, so that other work on the machine falls on all alike. The last colum
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from spawned_ranks import in_one_line, on_ranks
 
 SIZES_BYTES = tuple(2**exponent for exponent in (10, 14, 17, 20, 22, 24))
 REPEATS = 7
 SECONDS = 300.0
 
 
-def _measure(rank: int, ranks: int, node: int, port: int, results: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+def _measure(rank: int, ranks: int, node: int) -> list[Any]:
     import torch
     from torch import distributed
 
@@ -32,8 +33,6 @@ def _measure(rank: int, ranks: int, node: int, port: int, results: Any) -> None:
     from trine.optim.runtime.exchange.trial import corrected
     from trine.optim.topology import Topology
 
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     topology, device = Topology(rank, ranks, node), torch.device("cpu")
     names = candidates("auto", topology)
     costs = corrected(measure_costs(topology, device), names, SIZES_BYTES[-1], device)
@@ -54,10 +53,7 @@ def _measure(rank: int, ranks: int, node: int, port: int, results: Any) -> None:
         measured = {name: min(times[1:]) for name, times in took.items()}
         predicted = {name: costs.seconds(name, size) for name in names}
         rows.append((size, measured, predicted, ranges(costs, names, size)[-1].name))
-    if rank == 0:
-        results.put(rows)
-    distributed.barrier()
-    distributed.destroy_process_group()
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,24 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     if chosen.ranks % chosen.node:
         parser.error(f"--node {chosen.node} does not divide --ranks {chosen.ranks}")
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = [
-        context.Process(target=_measure, args=(rank, chosen.ranks, chosen.node, port, results), daemon=True)
-        for rank in range(chosen.ranks)
-    ]
-    for worker in workers:
-        worker.start()
-    try:
-        rows = results.get(timeout=SECONDS)
-    finally:
-        for worker in workers:
-            worker.join(5)
-            if worker.is_alive():
-                worker.kill()
+    rows = on_ranks(chosen.ranks, _measure, chosen.ranks, chosen.node, timeout_s=SECONDS)[0]
     names = list(rows[0][1])
     print("milliseconds, measured (predicted)")
     print(
@@ -101,4 +80,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

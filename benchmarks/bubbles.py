@@ -15,9 +15,6 @@ The figures are those of Trine's own record of each run (``trine analyze``: pipe
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -26,6 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from spawned_ranks import in_one_line, on_ranks
 
 __all__ = ["Measured", "compute_rows", "main", "measured", "sleep_rows"]
 
@@ -151,47 +152,17 @@ def run_rank(rank: int, ranks: int, job: Mapping[str, Any]) -> None:
     engine.close()
 
 
-def _serve(rank: int, ranks: int, port: int, jobs: Sequence[Mapping[str, Any]], pipe: Any) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _run_all(rank: int, ranks: int, jobs: Sequence[Mapping[str, Any]]) -> None:
     import torch
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     for job in jobs:
         run_rank(rank, ranks, job)
         torch.distributed.barrier()
-    pipe.send("done")
-    torch.distributed.destroy_process_group()
 
 
 def _run(ranks: int, jobs: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
-    """All jobs on processes that are started once. Raises ``RuntimeError`` where a rank ends early or is late."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pipes, processes = [], []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, ranks, port, jobs, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        end = time.monotonic() + timeout_s
-        for rank, pipe in enumerate(pipes):
-            try:
-                if not pipe.poll(max(0.0, end - time.monotonic())):
-                    raise RuntimeError(f"rank {rank} did not end within {timeout_s:.0f} s")
-                pipe.recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} failed: see its message above") from None
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+    """All jobs on processes that are started once. Raises ``RankFailed`` where a rank fails or is late."""
+    on_ranks(ranks, _run_all, ranks, jobs, timeout_s=timeout_s)
 
 
 # --- what the record says -----------------------------------------------------------------------------------
@@ -328,4 +299,4 @@ COMPARED = (
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

@@ -11,13 +11,15 @@ its gap to the uncompressed mean, and the gaps of the single seeds: a gap inside
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import socket
 import statistics
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from spawned_ranks import SpawnedRanks, in_one_line
 
 __all__ = ["CASES", "Row", "main", "rows_of"]
 
@@ -119,16 +121,12 @@ def rows_of(results: dict[tuple[str, int], tuple[float, float]], seeds: int) -> 
     return rows
 
 
-def _serve(rank: int, port: int, cases: dict[str, Any], seeds: int, steps: int, pipe: Any) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import torch
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
-    for name, changes in cases.items():
-        for seed in range(seeds):
-            pipe.send((name, seed, train(rank, changes, seed, steps)))
-    torch.distributed.destroy_process_group()
+def _show(name: str, row: Row) -> None:
+    spread = " ".join(f"{gap:+.2%}" for gap in row.gaps)
+    print(
+        f"{name:<32} {'1/' + format(row.ratio, '.3g'):>7} {statistics.fmean(row.losses):>9.4f} {row.gap:>+8.2%}   {spread}",
+        flush=True,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,41 +143,16 @@ def main(argv: list[str] | None = None) -> int:
         for name, changes in CASES.items()
         if name == "none" or not options.words or any(word in name for word in options.words)
     }
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        arguments = (rank, port, cases, options.seeds, options.steps, theirs)
-        process = context.Process(target=_serve, args=arguments, daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
     results: dict[tuple[str, int], tuple[float, float]] = {}
     print(f"{'code':<32} {'bytes':>7} {'held-out':>9} {'gap':>8}   gaps by seed", flush=True)
-    for name in cases:
-        for _ in range(options.seeds):
-            for pipe in pipes:
-                if not pipe.poll(900):
-                    raise SystemExit(f"{name}: no answer in 900 s")
-                case, seed, result = pipe.recv()
-                results[case, seed] = result
-        row = rows_of(results, options.seeds)[-1]
-        spread = " ".join(f"{gap:+.2%}" for gap in row.gaps)
-        print(
-            f"{name:<32} {'1/' + format(row.ratio, '.3g'):>7} {statistics.fmean(row.losses):>9.4f} {row.gap:>+8.2%}   {spread}",
-            flush=True,
-        )
-    for process in processes:
-        process.join(20)
-        if process.is_alive():
-            process.kill()
+    with SpawnedRanks(RANKS) as spawned:
+        for name, changes in cases.items():
+            for seed in range(options.seeds):
+                results[name, seed] = spawned.run(train, changes, seed, options.steps, timeout_s=900)[-1]
+            _show(name, rows_of(results, options.seeds)[-1])
     rows = {row.name: row for row in rows_of(results, options.seeds)}
     return 1 if "int8" in rows and rows["int8"].gap > INT8_LIMIT else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

@@ -9,12 +9,14 @@ Both runs of a seed see the same text of Python's standard library, from the sam
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import socket
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from spawned_ranks import SpawnedRanks, in_one_line
 
 __all__ = ["held_out_losses", "main"]
 
@@ -23,6 +25,8 @@ SEQUENCE = 64
 #: Samples of a rank and step.
 BATCH = 8
 STEPS = 200
+#: For one seed.
+SECONDS = 3600.0
 #: Windows of the text that are kept for the end.
 HELD_OUT = 256
 
@@ -69,17 +73,6 @@ def _mean(loss: Any) -> Any:
     return loss[0] if isinstance(loss, tuple) else loss
 
 
-def _serve(rank: int, port: int, seeds: int, steps: int, rate: float, pipe: Any) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import torch
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
-    for seed in range(seeds):
-        pipe.send(held_out_losses(rank, seed, steps, rate))
-    torch.distributed.destroy_process_group()
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="delayed", description=(__doc__ or "").splitlines()[0])
@@ -87,37 +80,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
     parser.add_argument("--rate", type=float, default=1e-3, metavar="LR", help="AdamW's learning rate")
     arguments = parser.parse_args(argv)
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pipes, processes = [], []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_serve,
-            args=(rank, port, arguments.seeds, arguments.steps, arguments.rate, theirs),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
     print(f"held-out loss after {arguments.steps} steps on {RANKS} ranks")
     print(f"{'seed':>4} {'untrained':>10} {'plain':>8} {'late':>8} {'difference':>11}")
     differences = []
-    for seed in range(arguments.seeds):
-        plain, late, untrained = pipes[0].recv()
-        differences.append(100 * (late / plain - 1))
-        print(
-            f"{seed:>4} {untrained:>10.4f} {plain:>8.4f} {late:>8.4f} {differences[-1]:>+10.2f}%", flush=True
-        )
+    with SpawnedRanks(RANKS) as spawned:
+        for seed in range(arguments.seeds):
+            given = (seed, arguments.steps, arguments.rate)
+            plain, late, untrained = spawned.run(held_out_losses, *given, timeout_s=SECONDS)[0]
+            differences.append(100 * (late / plain - 1))
+            print(
+                f"{seed:>4} {untrained:>10.4f} {plain:>8.4f} {late:>8.4f} {differences[-1]:>+10.2f}%",
+                flush=True,
+            )
     spread = f" (from {min(differences):+.2f} % to {max(differences):+.2f} %)"
     print(f"late is {statistics.mean(differences):+.2f} % from plain on average{spread}")
-    for process in processes:
-        process.join(20)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

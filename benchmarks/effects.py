@@ -12,16 +12,13 @@ The exit code is 1 when one is off, or when buckets overlap no better with backw
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
-import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -32,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import effect_records
 from effect_rows import ROWS, Facts, Line, Row
+from spawned_ranks import Failure, SpawnedRanks, in_one_line
 
 __all__ = ["ROWS", "Result", "Row", "measure", "results_of"]
 
@@ -208,64 +206,21 @@ def results_of(row: Row, folder: Path, shapes: tuple[tuple[int, ...], ...]) -> l
 # --- standing alone ----------------------------------------------------------------------------
 
 
-def _serve(rank: int, ranks: int, port: int, pipe: Any) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import torch
-
-    torch.set_num_threads(1)
-    if ranks > 1:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
-    while (task := pipe.recv()) is not None:
-        row, folder = task
-        try:
-            pipe.send(measure(rank, next(each for each in ROWS if each.name == row), folder))
-        except Exception as error:  # noqa: BLE001 - printed in the table
-            pipe.send(f"{type(error).__name__}: {error}" if str(error) else traceback.format_exc())
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
-
-
-def _answers(pipes: Sequence[Any], task: tuple[str, str]) -> list[Any]:
-    for pipe in pipes:
-        pipe.send(task)
-    deadline = time.monotonic() + TIMEOUT_S
-    return [
-        pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else "no answer in time"
-        for pipe in pipes
-    ]
+def _measure(rank: int, row: str, folder: str) -> Any:
+    return measure(rank, next(each for each in ROWS if each.name == row), folder)
 
 
 def _run_together(ranks: int, rows: Sequence[Row]) -> Iterator[list[Result] | str]:
     """All rows of one number of ranks, on processes that are started once; a row that failed is its error."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pipes, processes = [], []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe()
-        # No daemon: loader workers are its children.
-        process = context.Process(target=_serve, args=(rank, ranks, port, theirs))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
+    backend = "gloo" if ranks > 1 else None
+    with SpawnedRanks(ranks, backend=backend, daemon=False) as spawned:  # loader workers are their children
         for row in rows:
             with tempfile.TemporaryDirectory() as folder:
-                answers = _answers(pipes, (row.name, folder))
-                failures = [answer for answer in answers if isinstance(answer, str)]
+                answers = spawned.outcomes(_measure, row.name, folder, timeout_s=TIMEOUT_S)
+                failures = [answer.said for answer in answers if isinstance(answer, Failure)]
                 yield failures[0] if failures else results_of(row, Path(folder), answers[0])
-            if failures and ranks > 1:
+            if (failures and ranks > 1) or spawned.has_ended:
                 break  # the others may wait for it: the group is of no use any more
-    finally:
-        for pipe in pipes:
-            with suppress(OSError):
-                pipe.send(None)
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -298,4 +253,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

@@ -9,11 +9,13 @@ configurations on 8, 64 and 1024 ranks, predicted alone. Bytes are of one rank. 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import socket
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from spawned_ranks import in_one_line, on_ranks
 
 __all__ = ["CONFIGURATIONS", "main"]
 
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     for ranks in (2,) if quick else (2, 4):
         wanted = [name for name in names if CONFIGURATIONS[name].get("parallel.shard", ranks) <= ranks // 2]
         wanted += [name for name in names if "parallel.shard" not in CONFIGURATIONS[name]]
-        real = _on_real_ranks(ranks, [CONFIGURATIONS[name] for name in wanted])
+        real = on_ranks(ranks, _counted, [CONFIGURATIONS[name] for name in wanted])[0]
         for name, kinds in zip(wanted, real, strict=True):
             said = _predicted(name, ranks).at_peak_bytes
             worst = max(abs(said[kind] - kinds[kind]) for kind in kinds)
@@ -109,42 +111,14 @@ def _predicted(name: str, ranks: int) -> Any:
     )
 
 
-def _on_real_ranks(ranks: int, configurations: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """Of rank 0, in order."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = [
-        context.Process(target=_rank, args=(rank, ranks, port, configurations, results), daemon=True)
-        for rank in range(ranks)
-    ]
-    for worker in workers:
-        worker.start()
-    try:
-        found: list[dict[str, int]] = results.get(timeout=600)
-    finally:
-        for worker in workers:
-            worker.join(20)
-            if worker.is_alive():
-                worker.kill()
-    return found
-
-
-def _rank(rank: int, ranks: int, port: int, configurations: list[dict[str, Any]], results: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    import torch
-    from torch import distributed
-
+def _counted(rank: int, configurations: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """What this rank allocated at the peak of a step, in order."""
     from trine.optim import Config
     from trine.optim.runtime import meshes, sharding
     from trine.optim.runtime.counted_steps import counted
     from trine.optim.runtime.memory_ledger import Ledger
     from trine.samples.gpt import loss_of
 
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     found = []
     for changes in configurations:
         sharding._meshes.clear()  # a mesh that an earlier configuration made would be in no ledger
@@ -152,11 +126,8 @@ def _rank(rank: int, ranks: int, port: int, configurations: list[dict[str, Any]]
         model, optimizer, batch = _made()
         config = Config().with_changes(changes)
         found.append(counted(Ledger(), (model, optimizer), config, loss_of, batch)["peak"])
-    if rank == 0:
-        results.put(found)
-    distributed.barrier()
-    distributed.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

@@ -14,13 +14,8 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import multiprocessing
-import os
-import socket
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from parity_cases import CASES, Case
+from spawned_ranks import Failure, SpawnedRanks, in_one_line
 
 __all__ = ["Outcome", "outcome_of", "run_rank"]
 
@@ -210,55 +206,21 @@ def outcome_of(case: Case, by_rank: Sequence[RankResult], steps: int = STEPS) ->
 # --- standing alone ----------------------------------------------------------------------------
 
 
-def _serve(rank: int, ranks: int, port: int, environment: Mapping[str, str], pipe: Any) -> None:
-    os.environ.update(environment, OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import torch
-
-    torch.set_num_threads(1)
-    if ranks > 1:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
-    while (case := pipe.recv()) is not None:
-        try:
-            pipe.send(run_rank(rank, ranks, case))
-        except Exception as error:  # noqa: BLE001 - printed in the table
-            pipe.send(f"{type(error).__name__}: {error}" if str(error) else traceback.format_exc())
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
-
-
 def _run_together(ranks: int, environment: Mapping[str, str], cases: Sequence[Case]) -> list[Outcome]:
     """All cases of one size and environment, on processes that are started once."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pipes, processes = [], []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, ranks, port, environment, theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
     outcomes = []
-    for case in cases:
-        for pipe in pipes:
-            pipe.send(case)
-        answers = [pipe.recv() if pipe.poll(300) else "no answer in 300 s" for pipe in pipes]
-        failures = [answer for answer in answers if isinstance(answer, str)]
-        inf = float("inf")
-        outcomes.append(
-            Outcome(case, inf, inf, False, failures[0]) if failures else outcome_of(case, answers)
-        )
-        print(_line(outcomes[-1]), flush=True)
-        if any("no answer" in failure for failure in failures):
-            break  # a rank hangs: the group is of no use any more
-    for pipe in pipes:
-        with suppress(OSError):
-            pipe.send(None)
-    for process in processes:
-        process.join(10)
-        if process.is_alive():
-            process.kill()
+    backend = "gloo" if ranks > 1 else None
+    with SpawnedRanks(ranks, backend=backend, environment=environment) as spawned:
+        for case in cases:
+            answers = spawned.outcomes(run_rank, ranks, case, timeout_s=300)
+            failures = [answer.said for answer in answers if isinstance(answer, Failure)]
+            inf = float("inf")
+            outcomes.append(
+                Outcome(case, inf, inf, False, failures[0]) if failures else outcome_of(case, answers)
+            )
+            print(_line(outcomes[-1]), flush=True)
+            if spawned.has_ended:
+                break  # a rank hangs or died: the group is of no use any more
     return outcomes
 
 
@@ -295,4 +257,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

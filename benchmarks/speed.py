@@ -17,16 +17,15 @@ a configuration that changes nothing, beside the same loop written by hand.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
-import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from spawned_ranks import in_one_line, on_ranks
 
 __all__ = ["main"]
 
@@ -169,46 +168,12 @@ def _ratios(seconds: Mapping[str, Sequence[float]], over: str, under: str) -> li
     return [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
 
 
-def _serve(rank: int, ranks: int, port: int, seconds: float, path: str) -> None:
-    os.environ.update(
-        OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(ranks)
-    )
-    import torch
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
-    found = {
+def _measured(rank: int, ranks: int, seconds: float) -> dict[str, Any]:
+    return {
         "documents": climb(rank, ranks, "manual", True, seconds * 0.5),
         "windows": climb(rank, ranks, "sdpa", False, seconds * 0.3),
         "overhead": overhead(rank, ranks, seconds * 0.2),
     }
-    if rank == 0:
-        Path(path).write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
-
-
-def run(ranks: int, seconds: float) -> dict[str, Any]:
-    """Start the ranks, and return what they measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        workers = [
-            context.Process(target=_serve, args=(rank, ranks, port, seconds, str(path)))
-            for rank in range(ranks)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(seconds * 4 + 600)
-            if worker.is_alive():
-                worker.kill()
-        if not path.exists():
-            raise SystemExit("a rank failed, as it says above")
-        found: dict[str, Any] = json.loads(path.read_text())
-    return found
 
 
 def _spread(ratios: Sequence[float]) -> str:
@@ -234,7 +199,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="speed", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=420, metavar="S", help="of measuring (default: 420)")
     arguments = parser.parse_args(argv)
-    found = run(2, arguments.seconds)
+    # A rank takes the other for its node's, as a launcher tells it.
+    timeout_s, local = arguments.seconds * 4 + 600, {"LOCAL_WORLD_SIZE": "2"}
+    found = on_ranks(2, _measured, 2, arguments.seconds, timeout_s=timeout_s, environment=local)[0]
     full, low = products()
     print(f"a core's products of 1024 x 1024: {full:.0f} GFLOP/s in fp32, {low:.0f} in bf16")
     print("two CPU ranks, one thread each; times: median over rounds (quartiles)")
@@ -247,4 +214,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

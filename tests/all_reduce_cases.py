@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import queue
 import time
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import spawned_ranks
 import torch
+from started_ranks import Failure, SpawnedRanks
 from torch import distributed
 
 from trine.optim.runtime.exchange import selection
@@ -187,33 +185,14 @@ def failing(algorithm: str, ranks: int, fault: str | None, timeout_s: float) -> 
 
     ``fault``: the last rank ``dies`` in the middle of its second step's exchange, or ``hangs`` there, or ``None``.
     """
-    workers, results = spawned_ranks.start(ranks, _fail, algorithm, fault, timeout_s)
-    found: dict[int, tuple[str, float]] = {}
-    try:
-        for _ in range(ranks if fault is None else ranks - 1):
-            rank, said, took = results.get(timeout=100)
-            found[rank] = (said, took)
-    except queue.Empty:
-        pass  # the test says which rank is missing
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join(10)
-    return found
+    with SpawnedRanks(ranks, collective_timeout_s=timeout_s, grace_s=0) as spawned:
+        left = ranks if fault is None else ranks - 1
+        wait = {"timeout_s": 100, "patience_s": 100, "enough": left if fault != "dies" else ranks}
+        outcomes = spawned.outcomes(_fail, ranks, algorithm, fault, **wait)
+    return {rank: found for rank, found in enumerate(outcomes) if not isinstance(found, Failure)}
 
 
-def _fail(
-    rank: int,
-    ranks: int,
-    port: int,
-    results: Any,
-    algorithm: str,
-    fault: str | None,
-    timeout_s: float,
-) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+def _fail(rank: int, ranks: int, algorithm: str, fault: str | None) -> tuple[str, float]:
     import optim_cases
 
     import trine
@@ -237,10 +216,7 @@ def _fail(
             engine.train_step(batch)
     except trine.TrineError as error:
         said = f"{type(error).__name__}: {error}"
-    results.put((rank, said, time.perf_counter() - began))
-    results.close()
-    results.join_thread()
-    time.sleep(240)  # stays, so that only the fault itself can end the others' waiting; killed by the test
+    return said, time.perf_counter() - began  # it lives on: only the fault can end the others' waiting
 
 
 def _broken(fault: str) -> Any:

@@ -15,6 +15,7 @@ from unittest import mock
 import layout_checkpoints as layouts
 import torch
 import zero_cases
+from refusals import refusal_of
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -104,7 +105,7 @@ def background_failure(rank: int, folder: str) -> dict[str, Any]:
             raise OSError(28, "No space left on device")
         return real(*arguments)
 
-    refusal = zero_cases.refusal_of
+    refusal = refusal_of
     with mock.patch.object(writing, "write_whole", failing):
         handle = engine.save(folder, asynchronous=True)
         if rank == 0:  # only one rank asks for it
@@ -142,14 +143,14 @@ def loads(rank: int, changes: dict[str, Any], folder: str, newest: bool = False)
     engine = zero_cases.made_engine(changes)
     before = zero_cases.digest(engine.model)
     with warnings_of_trine() as warned:
-        said = zero_cases.refusal_of(lambda: engine.load(folder, newest=newest))
+        said = refusal_of(lambda: engine.load(folder, newest=newest))
     batch = zero_cases.ranks_of(zero_cases.optim_cases.batches(1, 8), rank)[0]
     found = {
         "said": said,
         "step": engine.step_index,
         "warned": warned,
         "untouched": zero_cases.digest(engine.model) == before,
-        "trains": zero_cases.refusal_of(lambda: engine.train_step(batch)),
+        "trains": refusal_of(lambda: engine.train_step(batch)),
     }
     engine.close()
     return found
@@ -177,10 +178,10 @@ def short_of_room(rank: int, folder: str, limited: int | None) -> dict[str, Any]
     if rank == limited:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        said = [zero_cases.refusal_of(lambda: engine.save(folder))]
+        said = [refusal_of(lambda: engine.save(folder))]
         if limited is not None:
             handle = engine.save(folder, asynchronous=True)
-            said.append(zero_cases.refusal_of(lambda: handle.result(60)))
+            said.append(refusal_of(lambda: handle.result(60)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     engine.load(folder)
@@ -202,13 +203,38 @@ def copy_failure(rank: int, folder: str, failing: int) -> dict[str, Any]:
 
     copy = fails if rank == failing else Background._copy
     with mock.patch.object(Background, "_copy", copy):
-        said = zero_cases.refusal_of(lambda: engine.save(folder, asynchronous=True))
+        said = refusal_of(lambda: engine.save(folder, asynchronous=True))
     path = engine.save(folder, asynchronous=True).result(60)  # the control
     with mock.patch.object(reading, "empty_slots", fails if rank == failing else reading.empty_slots):
-        unread = zero_cases.refusal_of(lambda: engine.load(folder))
+        unread = refusal_of(lambda: engine.load(folder))
     engine.load(folder)
     engine.close()
     return {"said": said, "path": str(path), "unread": unread}
+
+
+def group_ended_while_saving(rank: int, ranks: int, folder: str) -> tuple[str, str, bool]:
+    """What the handle and close() say where the program ends its group under a save; whether a checkpoint is there.
+
+    Rank 0 asks the handle, the others do not. By then all ranks have begun, and none has written.
+    """
+    from trine.optim.runtime.checkpoints import background
+
+    engine = zero_cases.made_engine({"zero.stage": 1})
+    engine.train_step(zero_cases.ranks_of(zero_cases.optim_cases.batches(1, 8), rank)[0])
+    ended = threading.Event()
+    written = background.written
+
+    def late(*arguments: Any) -> Path:
+        ended.wait(60)
+        return written(*arguments)
+
+    with mock.patch.object(background, "written", late):
+        handle = engine.save(folder, asynchronous=True)
+        torch.distributed.destroy_process_group()
+        ended.set()
+        asked = refusal_of(lambda: handle.result(60), "whole") if rank == 0 else ""
+        closing = refusal_of(engine.close, "closed")
+    return asked, closing, Path(folder).exists()
 
 
 # --- going on ----------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
+
+from refusals import refusal_of
 
 TWO = {"parallel.context": 2}
 
@@ -106,15 +108,16 @@ def counted(rank: int, counts: bool) -> tuple[Any, Any]:
     engine = trine.optimize(
         model, torch.optim.SGD(model.parameters(), lr=0.3), trine.Config().with_changes(TWO), loss_fn=loss_fn
     )
-    try:
-        evaluated = []
+    evaluated: list[float] = []
+
+    def train() -> None:
         for step in range(3):
             evaluated.append(float(engine.evaluate(batch(step))))  # over all parts: the loss before the step
             engine.train_step(batch(step))
-    except trine.TrineError as error:
-        return str(error), expected
-    finally:
-        engine.close()
+
+    said = refusal_of(train, "", closing=engine)
+    if said:
+        return said, expected
     distributed.barrier()
     return evaluated, expected
 
@@ -142,19 +145,16 @@ def programs(rank: int, which: str) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     ids = ids_of(0)
     whole, targets = (ids[:, :24], ids[:, 1:25]) if which != "odd" else (ids[:, :21], ids[:, 1:22])
-    try:
-        engine = trine.optimize(
-            model, optimizer, trine.Config().with_changes(TWO), loss_fn=losses.get(which, right)
-        )
-        try:
+
+    def act() -> None:
+        config = trine.Config().with_changes(TWO)
+        engine = trine.optimize(model, optimizer, config, loss_fn=losses.get(which, right))
+        with closing(engine):
             if which == "own loop":
                 engine(whole)
             engine.train_step((whole, targets))
-        finally:
-            engine.close()
-    except trine.TrineError as error:
-        return str(error)
-    return "trained"
+
+    return refusal_of(act, "trained")
 
 
 def _ByHand() -> Any:  # noqa: N802 - it stands for a class
@@ -183,16 +183,11 @@ def refused(rank: int, changes: Mapping[str, Any], plain: bool) -> str:
     import trine
 
     model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)) if plain else gpt()
-    try:
-        trine.optimize(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            trine.Config().with_changes(changes),
-            loss_fn=lambda model, batch: model(batch).mean(),
-        )
-    except trine.TrineError as error:
-        return str(error)
-    return "not refused"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = trine.Config().with_changes(changes)
+    return refusal_of(
+        lambda: trine.optimize(model, optimizer, config, loss_fn=lambda model, batch: model(batch).mean())
+    )
 
 
 def taken_back(rank: int) -> tuple[bool, bool]:
@@ -231,14 +226,15 @@ def padded(rank: int, side: str) -> str:
 
     expected = float(loss_fn(transformers_model("llama"), batch))
     engine = trine.optimize(model, optimizer, trine.Config().with_changes(TWO), loss_fn=loss_fn)
-    try:
-        found = float(engine.evaluate(batch))
+    found: list[float] = []
+
+    def act() -> None:
+        found.append(float(engine.evaluate(batch)))
         engine.train_step(batch)
-    except trine.TrineError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "trained" if abs(found / expected - 1) < 1e-6 else f"{found} is not {expected}"
+
+    said = refusal_of(act, "trained", closing=engine)
+    right = said != "trained" or abs(found[0] / expected - 1) < 1e-6
+    return said if right else f"{found[0]} is not {expected}"
 
 
 def classified(rank: int) -> str:
@@ -256,13 +252,7 @@ def classified(rank: int) -> str:
     batch = {"input_ids": ids_of(0)[:, :32], "labels": torch.tensor([0, 1, 2, 0])}
     config = trine.Config().with_changes(TWO)
     engine = trine.optimize(model, optimizer, config, loss_fn=lambda model, batch: model(**batch).loss)
-    try:
-        engine.train_step(batch)
-    except trine.TrineError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "trained"
+    return refusal_of(lambda: engine.train_step(batch), "trained", closing=engine)
 
 
 def sliding(rank: int) -> str:
@@ -280,10 +270,5 @@ def sliding(rank: int) -> str:
         return model(**batch).loss
 
     engine = trine.optimize(model, optimizer, trine.Config().with_changes(TWO), loss_fn=loss_fn)
-    try:
-        engine.train_step({"input_ids": ids, "labels": ids.clone()})
-    except trine.TrineError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "trained"
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    return refusal_of(lambda: engine.train_step(batch), "trained", closing=engine)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import accumulation_cases as cases
+from refusals import refusal_of
 
 STEPS = 6
 LATE = {"accumulation.delayed": True, "accumulation.delayed_warmup_steps": 0}
@@ -186,7 +187,6 @@ def unused(rank: int) -> tuple[bool, bool]:
 
 def refused() -> dict[str, str]:
     """Key → what is said about it beside ``accumulation.delayed``."""
-    import trine
 
     found = {}
     for key, value in {
@@ -199,19 +199,13 @@ def refused() -> dict[str, str]:
         "communication.algorithm": "ring",
     }.items():
         model = cases.regression(double=False)
-        try:
-            engine_of(model, {key: value})
-            found[key] = "not refused"
-        except trine.TrineError as error:
-            found[key] = str(error)
+        found[key] = refusal_of(lambda model=model, one={key: value}: engine_of(model, one))  # type: ignore[misc]
     return found
 
 
 def nonfinite(rank: int) -> tuple[list[str], bool]:
     """Rank 1 alone has a NaN in its first step."""
     import torch
-
-    import trine
 
     model = cases.regression()
     engine = engine_of(model)
@@ -221,11 +215,7 @@ def nonfinite(rank: int) -> tuple[list[str], bool]:
         inputs, targets = share(rank, step)
         if rank == 1 and step == 0:
             inputs = inputs * float("nan")
-        try:
-            engine.train_step((inputs, targets))
-            said.append("")
-        except trine.TrineError as error:
-            said.append(str(error))
+        said.append(refusal_of(lambda batch=(inputs, targets): engine.train_step(batch), ""))  # type: ignore[misc]
     same = torch.equal(cases.weights(model), before)
     engine._assembly.deferred.forget()
     engine.close()

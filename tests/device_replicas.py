@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import spawned_ranks
+import started_ranks
 
 __all__ = ["losses_on_devices"]
 
 
 def losses_on_devices(ranks: int, configurations: list[dict[str, Any]], seconds: float = 240) -> list[Any]:
     """By rank, for each configuration: losses, effects, and a checksum of the parameters."""
-    workers, results = spawned_ranks.start(ranks, _train, configurations)
-    try:
-        found = dict(results.get(timeout=seconds) for _ in range(ranks))
-    finally:
-        for worker in workers:
-            worker.join(10)
-            if worker.is_alive():
-                worker.kill()
-    return [found[rank] for rank in range(ranks)]
+    return started_ranks.on_ranks(ranks, _train, ranks, configurations, backend="nccl", timeout_s=seconds)
 
 
-def _train(rank: int, ranks: int, port: int, results: Any, configurations: list[dict[str, Any]]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _train(rank: int, ranks: int, configurations: list[dict[str, Any]]) -> list[Any]:
     import optim_cases
     import torch
-    from torch import distributed
 
     import trine
     from trine.samples.gpt import loss_of
 
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", rank=rank, world_size=ranks)
     found = []
     for changes in configurations:
         model = optim_cases.small_gpt().double().cuda()
@@ -48,6 +35,4 @@ def _train(rank: int, ranks: int, port: int, results: Any, configurations: list[
         checksum = sum(float(p.detach().sum()) for p in model.parameters())
         found.append((losses, [str(effect) for effect in engine.effects], checksum))
         engine.close()
-    results.put((rank, found))
-    distributed.barrier()
-    distributed.destroy_process_group()
+    return found

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from refusals import refusal_of
+
 SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32, "experts": 4}
 
 
@@ -170,14 +172,12 @@ def refused(rank: int, changes: Mapping[str, Any], of: str) -> str:
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.Adafactor if "adafactor" in changes else torch.optim.AdamW
     changes = {key: value for key, value in changes.items() if key != "adafactor"}
-    try:
-        trine.optimize(
-            model, optimizer(model.parameters()), trine.Config().with_changes(changes), loss_fn=loss_of
-        )
-    except trine.TrineError as error:
-        same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        return str(error) if same else f"the model changed: {error}"
-    return "not refused"
+    config = trine.Config().with_changes(changes)
+    said = refusal_of(lambda: trine.optimize(model, optimizer(model.parameters()), config, loss_fn=loss_of))
+    if said == "not refused":
+        return said
+    same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return said if same else f"the model changed: {said}"
 
 
 def _dense() -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from refusals import refusal_of
 from torch import distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from zero_cases import OPTIMIZERS, Batches, digest, mean_over_ranks, plain_run, ranks_of, refusal_of
+from zero_cases import OPTIMIZERS, Batches, digest, mean_over_ranks, plain_run, ranks_of
 
 import trine
 

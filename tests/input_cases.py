@@ -6,6 +6,8 @@ import os
 from typing import Any
 from unittest import mock
 
+from refusals import refusal_of
+
 __all__ = ["budget_over_unequal_batches", "differing", "losses_of", "pairs", "small", "twice"]
 
 
@@ -59,14 +61,12 @@ def differing(rank: int, by_rank: list[dict[str, Any]]) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     environment = given.pop("environment", {})
     config = given.pop("config", {})
-    try:
-        with mock.patch.dict(os.environ, environment):
-            trine.optimize(model, optimizer, config, **{"loss_fn": squared, **given})
-    except trine.TrineError as error:
+    with mock.patch.dict(os.environ, environment):
+        said = refusal_of(lambda: trine.optimize(model, optimizer, config, **{"loss_fn": squared, **given}))
+    if said != "not refused":
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         losses_of(rank, {})
-        return str(error)
-    return "not refused"
+    return said
 
 
 def twice(rank: int, first: dict[str, Any], second: dict[str, Any]) -> Any:
@@ -81,13 +81,13 @@ def twice(rank: int, first: dict[str, Any], second: dict[str, Any]) -> Any:
     engine = trine.optimize(model, optimizer, trine.Config().with_changes(first), loss_fn=squared)
     losses = [float(engine.train_step(data[0]))]
     engine.close()
-    try:
+
+    def go_on() -> None:
         later = trine.optimize(model, engine.optimizer, trine.Config().with_changes(second), loss_fn=squared)
-    except trine.TrineError as error:
-        return str(error)
-    losses += [float(later.train_step(batch)) for batch in data[1:]]
-    later.close()
-    return losses
+        losses.extend(float(later.train_step(batch)) for batch in data[1:])
+        later.close()
+
+    return refusal_of(go_on, "") or losses
 
 
 def budget_over_unequal_batches(rank: int, budget_bytes: int) -> Any:
@@ -102,10 +102,5 @@ def budget_over_unequal_batches(rank: int, budget_bytes: int) -> Any:
     engine = trine.optimize(model, optimizer, {"checkpointing": config}, loss_fn=squared)
     inputs, targets = pairs(1, rank)[0]
     batch = (inputs.repeat(1 + 99 * rank, 1), targets.repeat(1 + 99 * rank, 1))
-    try:
-        engine.train_step(batch)
-    except trine.TrineError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return [str(effect) for effect in engine.effects if "modules recomputed" in str(effect)]
+    said = refusal_of(lambda: engine.train_step(batch), "", closing=engine)
+    return said or [str(effect) for effect in engine.effects if "modules recomputed" in str(effect)]

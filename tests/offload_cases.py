@@ -8,6 +8,7 @@ from typing import Any
 
 import optim_cases
 import torch
+from refusals import refusal_of
 from torch import nn
 
 import trine
@@ -202,8 +203,5 @@ def refused_where_stages_are_unequal(rank: int, device_bytes: int, folder: str) 
     }
     model = optim_cases.small_gpt(layers=4)
     config = trine.Config().with_changes(changes)
-    try:
-        trine.optimize(model, torch.optim.AdamW(model.parameters()), config, loss_fn=loss_of).close()
-    except trine.TrineError as error:
-        return str(error)
-    return ""
+    optimizer = torch.optim.AdamW(model.parameters())
+    return refusal_of(lambda: trine.optimize(model, optimizer, config, loss_fn=loss_of).close(), "")

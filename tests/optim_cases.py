@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import queue
-import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
-import spawned_ranks
+import started_ranks
+from refusals import refusal_of
 
 TEXT = b"".join(
     bytes(f"def function_{n}(x):\n    return x * {n} + {n * n % 17}\n", "ascii") for n in range(600)
@@ -88,45 +85,9 @@ def train_plain(
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
     """What ``function(rank, ranks, *arguments)`` returns on each rank of a gloo group, by rank."""
-    workers, results = spawned_ranks.start(ranks, _rank, function, arguments)
-    try:
-        found: dict[int, Any] = {}
-        for _ in range(ranks):
-            rank, value, failure = results.get(timeout=timeout)
-            if failure:
-                raise AssertionError(f"rank {rank} failed:\n{failure}")
-            found[rank] = value
-    except queue.Empty:
-        raise AssertionError(f"ranks said nothing within {timeout} s") from None
-    finally:
-        for worker in workers:
-            worker.join(5)
-            if worker.is_alive():
-                worker.kill()
-                worker.join(5)
-    return [found[rank] for rank in range(ranks)]
-
-
-def _rank(
-    rank: int, ranks: int, port: int, results: Any, function: Callable[..., Any], arguments: Any
-) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    try:
-        from datetime import timedelta
-
-        import torch
-        from torch import distributed
-
-        torch.set_num_threads(1)
-        distributed.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-        value = function(rank, ranks, *arguments)
-        results.put((rank, value, None))
-        with suppress(RuntimeError):  # a case may have left the group without connections
-            distributed.barrier()
-        distributed.destroy_process_group()
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-        raise
+    return started_ranks.on_ranks(
+        ranks, function, ranks, *arguments, timeout_s=timeout, collective_timeout_s=60, grace_s=5
+    )
 
 
 # --- what runs on ranks ------------------------------------------------------------------------
@@ -293,11 +254,7 @@ def refused(rank: int, ranks: int, changes: dict[str, Any]) -> str:
 
     model = small_gpt()
     config = trine.Config().with_changes(changes)
-    try:
-        trine.optimize(model, torch.optim.AdamW(model.parameters()), config)
-    except trine.TrineError as error:
-        return str(error)
-    return "not refused"
+    return refusal_of(lambda: trine.optimize(model, torch.optim.AdamW(model.parameters()), config))
 
 
 def everything_on_ranks(rank: int, ranks: int, configurations: list[dict[str, Any]]) -> dict[str, Any]:

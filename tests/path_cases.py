@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from datetime import timedelta
 from typing import Any
 
-import spawned_ranks
+import started_ranks
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -123,21 +121,7 @@ def cost(rank: int, ranks: int, changes: dict[str, Any], steps: int) -> tuple[fl
 
 def on_ranks(ranks: int, function: str, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
     """What a function of this module returns on each rank of a gloo group that nobody uses afterwards, by rank."""
-    workers, results = spawned_ranks.start(ranks, _rank, function, arguments)
-    try:
-        found = dict(results.get(timeout=timeout_s) for _ in workers)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join(10)
-    return [found[rank] for rank in range(ranks)]
-
-
-def _rank(rank: int, ranks: int, port: int, results: Any, function: str, arguments: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=90))
-    results.put((rank, globals()[function](rank, ranks, *arguments)))
-    results.close()
-    results.join_thread()
-    time.sleep(60)  # until all have answered: the store ends with rank 0
+    settings = {"collective_timeout_s": 90, "grace_s": 0.0}
+    return started_ranks.on_ranks(
+        ranks, globals()[function], ranks, *arguments, timeout_s=timeout_s, **settings
+    )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from pipeline_models import SIZE, batch_of, loss_for, loss_of_scores, made
+from refusals import refusal_of
 
 STEPS = 4
 
@@ -47,13 +48,7 @@ def piped(
 
 
 def refused(rank: int, name: str, example: bool, changes: Mapping[str, Any] | None = None) -> str:
-    import trine
-
-    try:
-        piped(rank, name, changes or {}, example=example)
-    except trine.TrineError as error:
-        return str(error)
-    return "not refused"
+    return refusal_of(lambda: piped(rank, name, changes or {}, example=example))
 
 
 def again(rank: int, name: str) -> str:
@@ -66,24 +61,14 @@ def again(rank: int, name: str) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = trine.Config().with_changes({"parallel.pipeline": 2, "parallel.microbatches": 2})
     engine = trine.optimize(model, optimizer, config, loss_fn=loss_for(name))
-    try:
-        trine.optimize(model, optimizer, config, loss_fn=loss_for(name))
-    except trine.TrineError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "not refused"
+    return refusal_of(
+        lambda: trine.optimize(model, optimizer, config, loss_fn=loss_for(name)), closing=engine
+    )
 
 
 def failing(rank: int, ranks: int, name: str) -> str:
     """What the first step says, of a model that cannot be cut so."""
-    import trine
-
-    try:
-        piped(rank, name, {})
-    except trine.TrineError as error:
-        return str(error)
-    return "not refused"
+    return refusal_of(lambda: piped(rank, name, {}))
 
 
 def statistics(rank: int, chunks: int) -> list[float]:

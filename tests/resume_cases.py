@@ -9,7 +9,8 @@ from typing import Any
 
 import optim_cases
 import torch
-from zero_cases import digest, made_engine, mean_over_ranks, ranks_of, refusal_of
+from refusals import refusal_of
+from zero_cases import digest, made_engine, mean_over_ranks, ranks_of
 
 __all__: list[str] = []
 

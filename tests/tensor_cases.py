@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optim_cases import batches, small_gpt
+from refusals import refusal_of
 
 __all__ = ["causal_lm", "stranger"]
 
@@ -320,19 +321,18 @@ def message(rank: int, changes: dict[str, Any], shape: dict[str, Any], train: bo
     sequence = shape.pop("rows", 32)
     model = small_gpt(**shape)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    try:
-        engine = trine.optimize(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            trine.Config().with_changes(changes),
-            loss_fn=loss_of,
-        )
+
+    def act() -> None:
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = trine.optimize(model, optimizer, trine.Config().with_changes(changes), loss_fn=loss_of)
         if train:
             engine.train_step(batches(1, 2, sequence=sequence)[0])
-    except trine.TrineError as error:
-        untouched = train or all(torch.equal(before[name], p) for name, p in model.named_parameters())
-        return str(error) if untouched else f"changed the model: {error}"
-    return "not refused"
+
+    said = refusal_of(act)
+    if train or said == "not refused":
+        return said
+    untouched = all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    return said if untouched else f"changed the model: {said}"
 
 
 def saved(rank: int, folder: str, changes: dict[str, Any]) -> list[float]:

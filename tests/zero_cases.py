@@ -8,6 +8,7 @@ from typing import Any
 
 import optim_cases
 import torch
+from refusals import refusal_of
 from torch import distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -45,14 +46,6 @@ def digest(model: nn.Module) -> str:
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         found.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def refusal_of(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except trine.TrineError as error:
-        return str(error)
-    return "not refused"
 
 
 def double_gpt(**changes: Any) -> Any:

@@ -14,6 +14,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from trine.optim.runtime.plain_tensors import local
+
 __all__ = ["clip_gradients", "placed", "step_on_shards", "steps_by_element"]
 
 #: Their update of an element depends on nothing but that element (torch/optim/*.py).
@@ -112,7 +114,7 @@ def clip_gradients(
     with_gradients = [p for p in parameters if p.grad is not None]
     if not with_gradients and stages is None:
         return
-    like = _local(with_gradients[0].grad) if with_gradients else torch.zeros((), dtype=torch.float32)
+    like = local(with_gradients[0].grad) if with_gradients else torch.zeros((), dtype=torch.float32)
     dimensions: dict[int, tuple[str, ...]] = {}
     by_sharding: dict[tuple[str, ...], tuple[list[Any], list[torch.Tensor]]] = {}
     for parameter in with_gradients:
@@ -121,7 +123,7 @@ def clip_gradients(
         _, held = by_sharding.setdefault(names, (groups, []))
         dimensions[id(held)] = _dimensions(parameter.grad)
         if id(parameter) not in elsewhere:
-            held.append(_local(parameter.grad))
+            held.append(local(parameter.grad))
     total = _square([], like)
     # One order on all ranks, by dimensions: names of groups sort differently on others, which would then wait for each
     # other in turn, and add in another order.
@@ -139,14 +141,9 @@ def clip_gradients(
         total = total.to(like.device)
     # PyTorch's clip_grads_with_norm_: no branch on the value, which would wait for a device.
     factor = torch.clamp(most / (total.sqrt() + 1e-6), max=1.0)
-    for dtype in {_local(p.grad).dtype for p in with_gradients}:
-        same = [_local(p.grad) for p in with_gradients if _local(p.grad).dtype == dtype]
+    for dtype in {local(p.grad).dtype for p in with_gradients}:
+        same = [local(p.grad) for p in with_gradients if local(p.grad).dtype == dtype]
         torch._foreach_mul_(same, factor.to(dtype))
-
-
-def _local(gradient: Any) -> torch.Tensor:
-    local: torch.Tensor = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    return local
 
 
 def _sharded_over(gradient: Any) -> list[Any]:

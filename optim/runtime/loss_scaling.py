@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed
 
-from trine.optim.runtime.nonfinite import local
+from trine.optim.runtime.plain_tensors import local
 from trine.record.errors import TrainingError
 
 __all__ = ["BACKOFF", "FLOOR", "GROWTH", "GROWTH_INTERVAL", "INITIAL", "STORM", "LossScaler"]

@@ -44,10 +44,12 @@ _WORDS = (
 
 
 def is_of_a_group(error: BaseException) -> bool:
-    """Whether an exception says that a peer of a process group is gone or late."""
+    """Whether an exception says that a peer of a process group is gone or late, or the group itself."""
     if isinstance(error, distributed.DistError):
         return True
     text = str(error).lower()
+    if isinstance(error, ValueError):  # what PyTorch says of a group that the program has destroyed
+        return text.startswith("group ") and "is not registered" in text
     return isinstance(error, RuntimeError) and any(words in text for words in _WORDS)
 
 

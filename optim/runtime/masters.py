@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trine.optim.runtime.adoption import plain_name, replace_parameters
-from trine.optim.runtime.nonfinite import local
+from trine.optim.runtime.plain_tensors import local
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly

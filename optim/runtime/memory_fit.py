@@ -13,14 +13,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from trine.optim.runtime.plain_tensors import local
+from trine.optim.runtime.random_streams import random_streams, restore_random_streams
 
 __all__ = [
     "MARGIN",
@@ -30,8 +31,6 @@ __all__ = [
     "capacity_bytes",
     "line_through",
     "measured_bytes",
-    "random_state",
-    "restore_random_state",
     "untouched",
 ]
 
@@ -144,34 +143,12 @@ def bytes_of(tensors: Iterable[Any]) -> int:
     total = 0
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            total += local.numel() * local.element_size()
+            part = local(tensor)
+            total += part.numel() * part.element_size()
     return total
 
 
 # --- leaving no trace --------------------------------------------------------------------------
-
-
-def random_state(device: torch.device) -> list[Any]:
-    """Every generator that a forward may draw from: torch's, the device's, Python's and, where loaded, numpy's."""
-    numpy = sys.modules.get("numpy")
-    return [
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        random.getstate(),
-        numpy.random.get_state() if numpy is not None else None,
-    ]
-
-
-def restore_random_state(device: torch.device, state: list[Any]) -> None:
-    """Put back what :func:`random_state` gave."""
-    cpu, cuda, python, numpy_state = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
-    random.setstate(python)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
 
 
 @contextlib.contextmanager
@@ -187,7 +164,7 @@ def untouched(
     for parameter in held:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    state = random_state(device)
+    streams = random_streams(device)
     # DDP broadcasts buffers in the first forward after a synchronised one; a measurement is no such forward.
     broadcasts = getattr(model, "require_forward_param_sync", None)
     if broadcasts is not None:
@@ -198,7 +175,7 @@ def untouched(
     finally:
         if broadcasts is not None:
             model.require_forward_param_sync = broadcasts
-        restore_random_state(device, state)
+        restore_random_streams(device, streams)
         with torch.no_grad():
             for buffer, copy in buffers:
                 if not torch.equal(buffer, copy):  # batch norm's kernel does not count versions

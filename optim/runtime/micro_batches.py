@@ -18,10 +18,9 @@ from trine.optim.runtime.memory_fit import (
     capacity_bytes,
     line_through,
     measured_bytes,
-    random_state,
-    restore_random_state,
     untouched,
 )
+from trine.optim.runtime.random_streams import random_streams, restore_random_streams
 from trine.optim.techniques._assembly import Effect
 from trine.record.errors import UsageError
 from trine.record.events import emit
@@ -277,12 +276,12 @@ class FittedMicroBatches(MicroBatches):
 
     # --- running out ---------------------------------------------------------------------------
 
-    def _remember(self) -> tuple[list[Any], list[torch.Tensor]]:
-        return random_state(self._facts.device), [buffer.detach().clone() for buffer in self._changing]
+    def _remember(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        return random_streams(self._facts.device), [buffer.detach().clone() for buffer in self._changing]
 
-    def _restore(self, before: tuple[list[Any], list[torch.Tensor]]) -> None:
-        state, buffers = before
-        restore_random_state(self._facts.device, state)
+    def _restore(self, before: tuple[dict[str, Any], list[torch.Tensor]]) -> None:
+        streams, buffers = before
+        restore_random_streams(self._facts.device, streams)
         with torch.no_grad():
             for buffer, copy in zip(self._changing, buffers, strict=True):
                 buffer.copy_(copy)

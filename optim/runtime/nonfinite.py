@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import distributed
 
+from trine.optim.runtime.plain_tensors import local
 from trine.record.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ __all__ = [
     "counts_nothing",
     "is_zero_of_nothing",
     "leaves_of",
-    "local",
     "unread",
     "zero_gradients",
     "zeroed",
@@ -167,12 +167,6 @@ class Watch:
         elif lost:
             where = "; the loss was not finite either"
         return f"{which} ({len(found)} of {len(parameters)} parameters{where})"
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that may be sharded."""
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
 
 
 def _part(gradient: torch.Tensor, whole: bool) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Which tensors are nothing but tensors: no subclass with a meaning of its own."""
+"""Which tensors are nothing but tensors: no subclass with a meaning of its own. And the plain part of those that are sharded."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-__all__ = ["PLAIN", "is_plain"]
+__all__ = ["PLAIN", "is_plain", "local"]
 
 #: Exact types. A prediction of memory adds fake tensors, which stand for plain ones.
 PLAIN: set[type] = {torch.Tensor, nn.Parameter}
@@ -14,3 +14,9 @@ PLAIN: set[type] = {torch.Tensor, nn.Parameter}
 def is_plain(tensor: object) -> bool:
     """Of exactly such a type."""
     return type(tensor) in PLAIN
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is sharded; any other tensor itself."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found

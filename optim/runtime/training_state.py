@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trine.optim.runtime.adoption import plain_name
+from trine.optim.runtime.plain_tensors import local
 from trine.optim.runtime.random_streams import random_streams, restore_random_streams
 from trine.optim.techniques._assembly import Reordered
 from trine.record.errors import UnreadableInput
@@ -31,7 +31,6 @@ __all__ = [
     "buffer_names",
     "common_state",
     "first_name",
-    "local",
     "masters_of",
     "match_twins",
     "model_tensors",
@@ -61,11 +60,6 @@ _BY_NAME = frozenset({"masters"})
 
 #: What modules keep beside parameters and buffers (``Module.get_extra_state``).
 _EXTRA = "_extra_state"
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # --- tensors -----------------------------------------------------------------------------------

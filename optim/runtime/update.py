@@ -21,11 +21,11 @@ from trine.optim.runtime.nonfinite import (
     counts_nothing,
     is_zero_of_nothing,
     leaves_of,
-    local,
     unread,
     zero_gradients,
     zeroed,
 )
+from trine.optim.runtime.plain_tensors import local
 from trine.record.errors import TrainingError, UsageError
 
 if TYPE_CHECKING:

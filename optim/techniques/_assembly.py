@@ -29,6 +29,7 @@ __all__ = [
     "Reordered",
     "Scaler",
     "Stateful",
+    "since_last",
 ]
 
 
@@ -271,3 +272,16 @@ class Assembly:
     def stages(self) -> list[torch.nn.Module]:
         """The modules that data parallelism wraps: the model, or with a pipeline one module a local stage."""
         return self.parts or [self.model]
+
+
+def since_last(total: Callable[[], int]) -> Callable[[], float]:
+    """For :attr:`Assembly.metrics`: what a count has grown by since the last reading."""
+    before = 0
+
+    def read() -> float:
+        nonlocal before
+        now = total()
+        grown, before = now - before, now
+        return float(grown)
+
+    return read

@@ -7,12 +7,11 @@ rounded first. The forward itself is untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trine.optim.config import Config
-from trine.optim.techniques._assembly import Assembly, Effect, Facts
+from trine.optim.techniques._assembly import Assembly, Effect, Facts, since_last
 from trine.optim.techniques._needs import require_folder
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
@@ -106,7 +105,7 @@ def _offload(assembly: Assembly, where: str) -> HostMemory:
     if assembly.config.checkpointing.mode == "selective":
         notes.append("what a selective checkpoint keeps stays on the device")
     assembly.effects.append(Effect("offload.activations", f"on {device}", after, "; ".join(notes)))
-    assembly.metrics["memory/offloaded_activation_bytes"] = _since_last(lambda: host.moved_bytes)
+    assembly.metrics["memory/offloaded_activation_bytes"] = since_last(lambda: host.moved_bytes)
     assembly.metrics["memory/offload_buffer_bytes"] = lambda: float(host.host_bytes)
     assembly.closers.append(host.close)
     return host
@@ -120,20 +119,8 @@ def _pool(assembly: Assembly) -> TensorPool:
         Effect("activations.pool", "copies of activations allocated in each step", "kept for the next step")
     )
     assembly.metrics["memory/activation_pool_bytes"] = lambda: float(pool.total_bytes)
-    assembly.metrics["memory/activation_pool_allocations"] = _since_last(lambda: pool.made)
+    assembly.metrics["memory/activation_pool_allocations"] = since_last(lambda: pool.made)
     return pool
-
-
-def _since_last(total: Callable[[], int]) -> Callable[[], float]:
-    """What a count has grown by since the last reading."""
-    before = [0]
-
-    def read() -> float:
-        grown = total() - before[0]
-        before[0] += grown
-        return float(grown)
-
-    return read
 
 
 def _check_dtype(config: Config, facts: Facts) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import optim_cases
 import pytest
 from rank_pool import RankPool
 
@@ -44,6 +45,19 @@ def test_a_rank_without_memory_is_told_on_every_rank(two_ranks: RankPool, tmp_pa
 
 def test_closing_waits_for_it(two_ranks: RankPool, tmp_path: Path) -> None:
     assert all(two_ranks.run("checkpoint_cases:closed_while_saving", str(tmp_path / "run")))
+
+
+@pytest.mark.slow
+def test_a_group_that_ends_under_it_is_one_line(tmp_path: Path) -> None:
+    import checkpoint_cases
+
+    found = optim_cases.on_ranks(2, checkpoint_cases.group_ended_while_saving, str(tmp_path / "run"))
+    (asked, closing, _), (_, other, _) = found
+    assert closing == "closed"  # it has been told
+    for said in (asked, other):
+        assert said.startswith(f"cannot write the checkpoint {tmp_path / 'run'}: ")
+        assert "the process group ended before engine.close()" in said and "\n" not in said
+    assert not any(whole for _, _, whole in found)
 
 
 def test_the_record_knows_how_long_training_stood_still(tmp_path: Path) -> None:

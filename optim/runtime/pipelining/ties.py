@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, nn
 
-from trine.optim.runtime.nonfinite import local
+from trine.optim.runtime.plain_tensors import local
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Facts

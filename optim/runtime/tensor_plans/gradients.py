@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from trine.optim.runtime.local_steps import placed
-from trine.optim.runtime.nonfinite import local
+from trine.optim.runtime.plain_tensors import local
 
 __all__ = ["complete"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from torch import nn
 from trine.optim.runtime.adoption import plain_name
 from trine.optim.runtime.local_steps import placed, step_on_shards
 from trine.optim.runtime.memory_fit import bytes_of
-from trine.optim.runtime.nonfinite import local
+from trine.optim.runtime.plain_tensors import local
 from trine.optim.runtime.tiers.block_parameters import BlockParameters
 from trine.optim.runtime.tiers.faults import Faults
 from trine.optim.runtime.tiers.files import TierFile, page_rounded
@@ -21,7 +20,7 @@ from trine.optim.runtime.tiers.planning import Planning, slot_name, together
 from trine.optim.runtime.tiers.rates import copy_bytes_per_s, disk_bytes_per_s
 from trine.optim.runtime.tiers.slots import Slot, is_moment
 from trine.optim.runtime.tiers.tiled_step import TiledStep
-from trine.optim.techniques._assembly import Effect
+from trine.optim.techniques._assembly import Effect, since_last
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
@@ -138,8 +137,8 @@ class Tiers(Planning):
         metrics["offload/device_bytes"] = lambda: float(self.device_bytes())
         metrics["offload/cpu_bytes"] = lambda: float(self.cpu_bytes())
         metrics["offload/disk_bytes"] = lambda: float(self.disk_bytes())
-        metrics["offload/moved_bytes"] = _since_last(self._moved_bytes)
-        metrics["offload/wait_ns"] = _since_last(self._wait_ns)
+        metrics["offload/moved_bytes"] = since_last(self._moved_bytes)
+        metrics["offload/wait_ns"] = since_last(self._wait_ns)
         self._say()
 
     def _close(self) -> None:
@@ -301,14 +300,3 @@ def _put(held: nn.Parameter, values: torch.Tensor) -> None:
         held._local_tensor = values
     else:
         held.data = values
-
-
-def _since_last(read: Callable[[], int]) -> Callable[[], float]:
-    before = [0]
-
-    def value() -> float:
-        now = read()
-        found, before[0] = now - before[0], now
-        return float(found)
-
-    return value

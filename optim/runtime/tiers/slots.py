@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trine.optim.runtime.nonfinite import local
+from trine.optim.runtime.plain_tensors import local
 from trine.optim.runtime.tiers.files import Region
 from trine.optim.runtime.tiers.spans import Length
 

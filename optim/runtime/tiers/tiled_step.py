@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trine.optim.runtime.host_memory import Copier, CudaCopier
-from trine.optim.runtime.nonfinite import local
+from trine.optim.runtime.plain_tensors import local
 from trine.optim.runtime.tiers.faults import Faults
 from trine.optim.runtime.tiers.files import DamagedTier, Region
 from trine.optim.runtime.tiers.parts import (

@@ -1,0 +1,89 @@
+"""Ranks of ``benchmarks/spawned_ranks.py``: what one of them says that fails, dies or hangs, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from started_ranks import Failure, RankFailed, SpawnedRanks, on_ranks
+
+#: Of processes without a group, which start in a moment.
+ALONE: dict[str, Any] = {"backend": None}
+
+
+def doubled(rank: int, value: int) -> int:
+    return rank + 2 * value
+
+
+def ends(rank: int, how: str) -> str:
+    """Rank 1 ends so; the others answer."""
+    if rank != 1:
+        return "well"
+    if how == "raises":
+        raise ValueError("of two\nlines")
+    if how == "exits":
+        os._exit(3)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    raise AssertionError
+
+
+def waits_for_the_dead(rank: int) -> None:
+    import torch
+
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()
+
+
+def environment(rank: int) -> tuple[str, str]:
+    return os.environ["OMP_NUM_THREADS"], os.environ["OF_THE_TEST"]
+
+
+def test_results_are_by_rank_and_ranks_live_on() -> None:
+    with SpawnedRanks(2, **ALONE) as ranks:
+        assert ranks.run(doubled, 5) == [10, 11]
+        assert ranks.run(doubled, 6) == [12, 13]
+        processes = ranks._processes
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert on_ranks(1, environment, environment={"OF_THE_TEST": "yes"}, **ALONE) == [("1", "yes")]
+
+
+def test_after_an_exception_the_ranks_are_of_use() -> None:
+    with SpawnedRanks(2, **ALONE) as ranks:
+        with pytest.raises(RankFailed) as raised:
+            ranks.run(ends, "raises")
+        assert str(raised.value) == "rank 1 failed: ValueError: of two lines"
+        assert "in ends" in raised.value.failure.trace
+        assert not ranks.has_ended
+        assert ranks.run(doubled, 1) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exits", "rank 1 ended with exit code 3"),
+        ("killed", r"rank 1 was ended by signal 9 \(SIGKILL\)"),
+        ("hangs", "rank 1 said nothing within 5 s"),
+    ],
+)
+def test_a_rank_that_is_lost_is_named_and_all_are_ended(how: str, said: str) -> None:
+    began = time.monotonic()
+    with SpawnedRanks(2, **ALONE) as ranks:
+        with pytest.raises(RankFailed, match=f"^{said}$"):
+            ranks.run(ends, how, timeout_s=5 if how == "hangs" else 30)
+        assert ranks.has_ended
+        assert not any(process.is_alive() for process in ranks._processes)
+        assert ranks.outcomes(doubled, 1)[0] == Failure(0, "has ended before")
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.slow
+def test_the_rank_that_died_is_named_and_not_those_that_lost_it() -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(RankFailed, match=r"^rank 1 was ended by signal 9 \(SIGKILL\)$"):
+        on_ranks(2, waits_for_the_dead, timeout_s=60)
