@@ -28,6 +28,9 @@ WEIGHT_SHARE = 32 / 34
 #: Fractions of a W that a rank would rather wait for a message that is on its way.
 _PATIENCE = (0.0, 0.3, 0.6)
 
+#: Warm-ups: of so many fractions of a forward that a backward may have to wait, the best few.
+_STEPS, _WARM_UPS = 24, 3
+
 
 @dataclass(slots=True)
 class _Rank:
@@ -44,12 +47,12 @@ class _Run:
     """One way through the rules."""
 
     def __init__(
-        self, shape: Shape, work: Work, limit: float, share: float, patience: float, more: float
+        self, shape: Shape, work: Work, limit: float, share: float, patience: float, leads: tuple[int, ...]
     ) -> None:
         self.shape, self.work, self.share = shape, work, share
         self.patience = patience
         self.limit = max(limit, 1.0)
-        self.leads = _leads(shape, work, self.limit, more)
+        self.leads = leads
         self.ranks = [_Rank() for _ in range(shape.ranks)]
         self.arrived: dict[tuple[int, int, int], float] = {
             (FORWARD, 0, index): 0.0 for index in range(shape.microbatches)
@@ -111,8 +114,8 @@ class _Run:
         heapq.heappush(self.events, (there, place))
 
 
-def _leads(shape: Shape, work: Work, limit: float, more: float) -> list[int]:
-    """Forwards of each rank before its first backward: those that are done when it arrives.
+def _leads(shape: Shape, work: Work, limit: float, more: float) -> tuple[float, tuple[int, ...]]:
+    """Forwards of each rank before its first backward: those that are done when it arrives; and the longest wait for it.
 
     ``more``: the part of a forward by which they may be late; each rank's delay adds to the next one's.
     """
@@ -121,20 +124,29 @@ def _leads(shape: Shape, work: Work, limit: float, more: float) -> list[int]:
         begins.append(begins[-1] + work.forward_s[place] + work.message_s)
     leads = [1] * shape.ranks
     ended = begins[-1] + work.forward_s[-1] + work.input_s[-1]
+    longest = 0.0
     for place in reversed(range(shape.ranks - 1)):
         forward = work.forward_s[place]
-        room = ended + work.message_s - begins[place]
-        count = int(room / forward + more + 1e-9) if forward else shape.microbatches
+        arrives = ended + work.message_s
+        count = int((arrives - begins[place]) / forward + more + 1e-9) if forward else shape.microbatches
         leads[place] = max(leads[place + 1], min(count, int(limit + 1e-9), shape.microbatches), 1)
-        ended = max(ended + work.message_s, begins[place] + leads[place] * forward) + work.input_s[place]
-    return leads
+        free = begins[place] + leads[place] * forward
+        longest = max(longest, arrives - free)
+        ended = max(arrives, free) + work.input_s[place]
+    return longest, tuple(leads)
+
+
+def _warm_ups(shape: Shape, work: Work, limit: float) -> list[tuple[int, ...]]:
+    """The warm-ups in which the rank that waits longest for its first backward waits least."""
+    found = {_leads(shape, work, limit, step / _STEPS) for step in range(_STEPS + 1)}
+    return [leads for _, leads in sorted(found)[:_WARM_UPS]]
 
 
 def automatic(shape: Shape, work: Work, limit: float, weight_share: float = WEIGHT_SHARE) -> Order:
     """The best order found with at most ``limit`` micro-batches' activations a rank."""
     best, least = None, float("inf")
-    for patience, more in product(_PATIENCE, (0.0, 0.5, 1.0)):
-        run = _Run(shape, work, limit, weight_share, patience, more)
+    for leads, patience in product(_warm_ups(shape, work, limit), _PATIENCE):
+        run = _Run(shape, work, limit, weight_share, patience, leads)
         cost = run.run()
         if cost < least:
             best, least = Order(shape, tuple(tuple(rank.actions) for rank in run.ranks)), cost

@@ -1,0 +1,334 @@
+"""Bubble rates of pipeline schedules: published ones beside the planner's simulator.
+
+    python benchmarks/planner_bubbles.py                      every row of the published table, in two ways
+    python benchmarks/planner_bubbles.py --rates FILE.csv     other rows of the same columns
+    python benchmarks/planner_bubbles.py --format json
+
+Qi et al. 2023 ("Zero Bubble Pipeline Parallelism", ICLR 2024) give bubble rates of six schedules for four models, computed
+from times that they profiled on A100s: (cost − m (F + B + W)) / cost, with the cost of the rank that is at it longest from its
+own first action to its own last. Their profile is public (the paper's appendix; ``interleave.py`` of the authors' repository).
+
+*profiled*: their F, B, W and message times go into the simulator. What is left is the orders, the automatic scheduler and the
+simulator. *dimensions*: the times themselves come from the planner's operators for the model's dimensions, with five
+constants of that machine and software (matmul, memory, B over the operators' own, message latency and bandwidth) fitted on
+the profiles of the *other three* models, so no row has seen its own. *package*: the same with the package's constants, which know nothing of this
+machine's software.
+
+Rows are read from ``$TRINE_TEST_DATA/tables/zero_bubble_rates_table5.csv``, else from ``../shared/data``; the exit code is 1
+where *profiled* or *dimensions* is further off than a point in any row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trine.optim.plan import Bandwidth, Cluster, Layouts, Link, Workload
+from trine.optim.plan.collectives import point_to_point_s
+from trine.optim.plan.columns import Conditions, Sizes
+from trine.optim.plan.constants import device_constants, stack_named
+from trine.optim.plan.devices import device_named
+from trine.optim.plan.operators import layer_times
+from trine.optim.plan.schedules import Shape, Work, order_of
+from trine.optim.plan.schedules.automatic import automatic
+from trine.optim.plan.simulator import simulate
+
+__all__ = ["Scored", "main", "score"]
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+#: One point of a bubble rate: the goal.
+POINT = 0.01
+WAYS = ("profiled", "dimensions", "package")
+SEQUENCE = 1024
+
+#: The paper's names; the automatic schedules have so many times 1F1B's memory.
+NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
+AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
+
+#: (hidden, ranks, micro-batches) → microseconds of a stage's F, B and W, and of a message (Qi et al. 2023).
+PROFILE: Mapping[tuple[int, int, int], tuple[float, float, float, float]] = {
+    (2304, 8, 24): (18522, 18086, 9337, 601),
+    (2304, 8, 32): (18513, 18086, 9331, 626),
+    (2304, 8, 64): (18546, 18097, 9321, 762),
+    (4096, 8, 24): (29718, 29444, 19927, 527),
+    (4096, 8, 32): (29802, 29428, 19530, 577),
+    (4096, 8, 64): (29935, 29621, 19388, 535),
+    (5120, 16, 48): (11347, 11248, 8132, 377),
+    (5120, 16, 64): (11307, 11254, 8101, 379),
+    (5120, 16, 128): (11325, 11308, 8109, 378),
+    (6144, 32, 96): (10419, 10207, 7715, 408),
+    (6144, 32, 128): (10408, 10204, 7703, 408),
+    (6144, 32, 256): (10402, 10248, 7698, 460),
+}
+#: Heads by hidden size (table 3 of the paper); else of 128 elements.
+HEADS = {2304: 24, 4096: 32, 5120: 40, 6144: 48}
+VOCABULARY = 50304
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published rate, and what it is of."""
+
+    model: str
+    layers: int
+    hidden: int
+    ranks: int
+    micro_batch: int
+    microbatches: int
+    schedule: str
+    rate: float
+
+    @property
+    def size(self) -> tuple[int, int, int, int]:
+        """What stages' times depend on."""
+        return self.layers, self.hidden, self.ranks, self.micro_batch
+
+    @property
+    def heads(self) -> int:
+        """Of attention."""
+        return HEADS.get(self.hidden, max(self.hidden // 128, 1))
+
+    @property
+    def message_bytes(self) -> float:
+        """Of a micro-batch's activations between two stages, in 16 bits."""
+        return 2.0 * self.micro_batch * SEQUENCE * self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A row and the rates predicted for it, by way; a way that does not apply is left out."""
+
+    row: Row
+    rates: Mapping[str, float]
+
+    def error(self, way: str) -> float:
+        """Predicted less published."""
+        return self.rates[way] - self.row.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Constants of the machine and its software: shares of the best matmul's and the memory's rate, B over the operators'
+    own, and of a message."""
+
+    matmul: float
+    memory: float
+    by_input: float
+    latency_s: float
+    bytes_per_s: float
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The published table. Raises ``OSError``, ``KeyError`` and ``ValueError`` where it is another's."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            Row(
+                each["model"],
+                *(int(each[name]) for name in ("layers", "hidden", "pp", "mbs", "m")),
+                schedule=each["schedule"],
+                rate=float(each["bubble_rate"]),
+            )
+            for each in csv.DictReader(file)
+        ]
+
+
+# --- times of a stage -------------------------------------------------------------------------------------
+
+
+def _cluster(ranks: int) -> Cluster:
+    """Nodes of eight A100 SXM 80 GB with RoCE between them (section 5.1)."""
+    return Cluster(
+        device_named("A100-SXM-80GB"),
+        devices_per_node=min(ranks, 8),
+        nodes=max(ranks // 8, 1),
+        inside=Link(Bandwidth.gigabytes_per_s(600, directions=2)),
+        between=Link(Bandwidth.gigabits_per_s(1600, devices=8), kind="roce"),
+    )
+
+
+@lru_cache(maxsize=4096)
+def stage_s(
+    row_size: tuple[int, int, int, int], heads: int, matmul: float | None = None, memory: float | None = None
+) -> tuple[float, float, float]:
+    """Seconds of F, B and W of the mean stage, embedding and head among them.
+
+    Attention's scores lie in memory, element-wise kernels are not joined, and dropout is on, as the paper's count of
+    activations (34 sbh + 5 as²b) has it.
+    """
+    layers, hidden, ranks, micro_batch = row_size
+    workload = Workload(
+        name="published",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        ffn=4 * hidden,
+        vocab=VOCABULARY,
+        sequence=SEQUENCE,
+        learned_positions=True,
+        dropout=True,
+    )
+    cluster = _cluster(ranks)
+    constants = device_constants(cluster.device.family)
+    if matmul is not None and memory is not None:
+        constants = replace(constants, matmul=matmul, memory=memory)
+    stack = stack_named("Megatron-LM").with_traits(fused_attention=False, fused=False)
+    layouts = Layouts.of(pipeline=ranks, micro_batch=micro_batch, microbatches=ranks)
+    times = layer_times(Sizes.of(workload), Conditions.of(cluster, stack, constants), layouts)
+    found = []
+    for name in ("forward_s", "input_s", "weight_s"):
+        ends = getattr(times.head, name) + getattr(times.embedding, name)
+        found.append(float((getattr(times.dense, name) * layers + ends)[0]) / ranks)
+    return found[0], found[1], found[2]
+
+
+def package_message_s(row: Row) -> float:
+    """A message by the package's constants: the mean over boundaries, of which those between nodes are few."""
+    cluster = _cluster(row.ranks)
+    network = Conditions.of(cluster, stack_named("Megatron-LM")).networks[0]
+    inside = float(point_to_point_s(network, row.message_bytes, True))
+    across = cluster.nodes - 1
+    if not across:
+        return inside
+    between = float(point_to_point_s(network, row.message_bytes, False))
+    return (inside * (row.ranks - 1 - across) + between * across) / (row.ranks - 1)
+
+
+def fit(rows: Sequence[Row]) -> Machine:
+    """Constants from the published profiles of these rows' models: least squares of logarithms, and a line for messages."""
+    profiles: dict[tuple[int, int, int, int], list[tuple[float, ...]]] = {}
+    of = {row.size: row for row in rows}
+    for row in rows:
+        profiled = PROFILE.get((row.hidden, row.ranks, row.microbatches))
+        if profiled is not None:
+            profiles.setdefault(row.size, []).append(profiled)
+    means = {size: np.mean(lines, axis=0) / 1e6 for size, lines in profiles.items()}
+
+    def ratios(matmul: float, memory: float) -> Any:
+        """Logarithms of profiled over modelled F, B and W, a row a model."""
+        modelled = [stage_s(size, of[size].heads, matmul, memory) for size in means]
+        return np.log(np.array([mean[:3] for mean in means.values()]) / np.array(modelled))
+
+    def loss(pair: tuple[float, float]) -> float:
+        found = ratios(*pair)
+        return float(np.square(found[:, ::2]).sum() + np.square(found[:, 1] - found[:, 1].mean()).sum())
+
+    matmul, memory = min(product(np.arange(0.7, 1.1, 0.02), np.arange(0.4, 1.3, 0.05)), key=loss)
+    by_input = np.exp(ratios(matmul, memory)[:, 1].mean())
+    sizes = np.array([of[size].message_bytes for size in means])
+    slope, latency = np.polyfit(sizes, [mean[3] for mean in means.values()], 1)
+    return Machine(float(matmul), float(memory), float(by_input), float(latency), float(1 / slope))
+
+
+# --- rates ------------------------------------------------------------------------------------------------
+
+
+def rate_of(row: Row, times: tuple[float, float, float], message_s: float) -> float:
+    """A schedule's bubble rate with stages that take ``times``."""
+    if row.schedule in AUTOMATIC:
+        shape, work = Shape(row.ranks, 1, row.microbatches), Work.even(row.ranks, *times, message_s)
+        # Activations that W needs, of all (Qi et al. 2023, appendix; Korthikanti et al. 2022).
+        share = 32 * row.hidden / (34 * row.hidden + 5 * row.heads * SEQUENCE)
+        order = automatic(shape, work, AUTOMATIC[row.schedule] * row.ranks, share)
+        return simulate(order, work).bubble_rate()
+    chunks = (row.layers + 2) // row.ranks if row.schedule == "1F1B-I" else 1
+    shape = Shape(row.ranks, chunks, row.microbatches)
+    split = [each / chunks for each in times]
+    work = Work.even(row.ranks * chunks, split[0], split[1], split[2], message_s)
+    return simulate(order_of(NAMES[row.schedule], shape), work).bubble_rate()
+
+
+def score(rows: Sequence[Row]) -> list[Scored]:
+    """Every row, in each way that it can be predicted."""
+    machines = {
+        row.size: fit([each for each in rows if each.hidden != row.hidden])
+        for row in {row.size: row for row in rows}.values()
+        if len({each.hidden for each in rows} - {row.hidden}) > 1
+    }
+    found = []
+    for row in rows:
+        rates = {"package": rate_of(row, stage_s(row.size, row.heads), package_message_s(row))}
+        profiled = PROFILE.get((row.hidden, row.ranks, row.microbatches))
+        if profiled is not None:
+            given = [each / 1e6 for each in profiled]
+            rates["profiled"] = rate_of(row, (given[0], given[1], given[2]), given[3])
+        if row.size in machines:
+            machine = machines[row.size]
+            forward, by_input, by_weight = stage_s(row.size, row.heads, machine.matmul, machine.memory)
+            times = forward, by_input * machine.by_input, by_weight
+            message = machine.latency_s + row.message_bytes / machine.bytes_per_s
+            rates["dimensions"] = rate_of(row, times, message)
+        found.append(Scored(row, rates))
+    return found
+
+
+def summary(scored: Sequence[Scored]) -> dict[str, Any]:
+    """By way: rows, how many within a point, and the median and the largest error."""
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        errors = [abs(each.error(way)) for each in scored if way in each.rates]
+        if errors:
+            found[way] = {
+                "rows": len(errors),
+                "within_a_point": sum(error <= POINT for error in errors),
+                "median": float(np.median(errors)),
+                "largest": max(errors),
+            }
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print rows and summary; 1 where a row is further off than a point."""
+    parser = argparse.ArgumentParser(prog="planner_bubbles", description=(__doc__ or "").splitlines()[0])
+    data = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
+    parser.add_argument("--rates", type=Path, default=data / "tables" / "zero_bubble_rates_table5.csv")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    arguments = parser.parse_args(argv)
+    try:
+        rows = read_rows(arguments.rates)
+    except (OSError, KeyError, ValueError) as error:
+        parser.error(f"{arguments.rates} holds no bubble rates: {error!r}")
+    known = [row for row in rows if row.schedule in NAMES or row.schedule in AUTOMATIC]
+    scored = score(known)
+    found = {**summary(scored), "skipped": len(rows) - len(known)}
+    if arguments.format == "json":
+        print(json.dumps({"summary": found, "rows": [asdict(each) for each in scored]}, indent=2))
+    else:
+        _print(scored, found)
+    judged = [found[way] for way in ("profiled", "dimensions") if way in found]
+    return int(not judged or any(each["within_a_point"] < each["rows"] for each in judged))
+
+
+def _print(scored: Sequence[Scored], found: Mapping[str, Any]) -> None:
+    print(
+        f"{'model':>6} {'ranks':>5} {'m':>4} {'schedule':<8} {'published':>9}"
+        + "".join(f" {w:>18}" for w in WAYS)
+    )
+    for each in scored:
+        row = each.row
+        line = f"{row.model:>6} {row.ranks:>5} {row.microbatches:>4} {row.schedule:<8} {row.rate:>9.2%}"
+        for way in WAYS:
+            given = f"{each.rates[way]:.2%} ({100 * each.error(way):+.2f})" if way in each.rates else "-"
+            line += f" {given:>18}"
+        print(line)
+    for way in WAYS:
+        if way in found:
+            each = found[way]
+            print(
+                f"{way}: {each['within_a_point']} of {each['rows']} rows within a point, median error "
+                f"{100 * each['median']:.2f}, largest {100 * each['largest']:.2f} points"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
