@@ -76,7 +76,7 @@ class MeasuredSteps:
 @lru_cache(maxsize=1)
 def measured() -> tuple[MeasuredSteps, ...]:
     """The package's: all rows of ``jitter.csv``."""
-    with files("trine.optim.plan").joinpath("jitter.csv").open(encoding="utf-8", newline="") as file:
+    with files("trine.optim.plan").joinpath("jitter.csv").open("r", encoding="utf-8") as file:
         return tuple(
             MeasuredSteps(
                 devices=int(row["devices"]),

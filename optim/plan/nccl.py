@@ -58,7 +58,7 @@ _SCALES = {"us": 1e-6, "GB/s": 1e9, "count": 1.0, "fraction": 1.0}
 @lru_cache(maxsize=1)
 def _constants() -> Mapping[tuple[str, str, str], Mapping[str, float]]:
     """(constant, where, algorithm) → protocol → value, in seconds and bytes a second."""
-    with files("trine.optim.plan").joinpath("nccl.csv").open(encoding="utf-8", newline="") as file:
+    with files("trine.optim.plan").joinpath("nccl.csv").open("r", encoding="utf-8") as file:
         return {
             (row["constant"], row["where"], row["algorithm"]): {
                 protocol: float(row[protocol]) * _SCALES[row["unit"]] if row[protocol] else math.nan
@@ -152,7 +152,7 @@ def ring_bus(family: str, protocol: Protocol, bus: Floats, count: Floats, nodes:
 
 def tree_bus(family: str, protocol: Protocol, bus: Floats, count: Floats, nodes: Floats) -> Floats:
     """The same of a double tree, before :func:`tree_share`."""
-    found = np.minimum(
+    found: Floats = np.minimum(
         bus * _TREE_SHARE, count * _by_nodes("channel_bandwidth", family, "tree", "simple", nodes)
     )
     if protocol == "ll":
