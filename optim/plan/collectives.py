@@ -101,7 +101,7 @@ def bus_of(
 def _check(network: Network, size: Floats, ranks: Floats, per_node: Floats, nodes: Floats) -> None:
     if (size < 0).any() or not np.isfinite(size).all():
         raise UsageError(f"a collective's size must be at least 0 bytes, not {size.min()}")
-    if (ranks < 1).any() or (per_node < 1).any():
+    if not ((ranks >= 1) & (per_node >= 1)).all():
         raise UsageError(
             f"a group has at least one rank and one a node, not {ranks.min():g} and {per_node.min():g}"
         )

@@ -137,7 +137,8 @@ def slow_down(
     """Of a training step's compute beside a group's large collective.
 
     A channel of NCCL keeps a multiprocessor to itself (NVIDIA/nccl#689): of ``units``, matmuls have the rest. Its traffic
-    shares ``memory``: what needs more than is there is served in proportion. ``memory_bound``: the part of compute's time
+    shares ``memory``: what needs more than is there is served in proportion. The simulator takes ``compute`` and
+    ``communication`` as its :class:`~trine.optim.plan.simulator.Contention`. ``memory_bound``: the part of compute's time
     that kernels take which memory bounds. Published: 18.9 % on average and 40 % at most on nodes of four A100, H100, MI210
     and MI250 (arXiv 2507.03114); a matmul of just one wave takes a second (NVIDIA developer forum 337991), which an average
     does not show. Raises ``UsageError``.

@@ -242,6 +242,7 @@ def test_the_table_is_read_as_it_is_written() -> None:
         (lambda: collectives.all_reduce_s(A100, -1, 8), "at least 0 bytes"),
         (lambda: collectives.all_reduce_s(A100, float("nan"), 8), "at least 0 bytes"),
         (lambda: collectives.all_reduce_s(A100, 1, 0), "at least one rank"),
+        (lambda: collectives.all_reduce_s(A100, 1, float("nan")), "at least one rank"),
         (lambda: collectives.all_reduce_s(A100, 1, 32, 16), "16 ranks of a group cannot share a node of 8"),
         (lambda: collectives.all_reduce_s(A100, 1, 8, 8, "in_switch"), "set in_switch of the link"),
         (lambda: collectives.all_reduce_s(A100, 1, 8, 8, "star"), "no all-reduce is called 'star'"),
