@@ -109,8 +109,7 @@ class Persistent:
         path = require_path(folder, "engine.save")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise UsageError(f"engine.save: keep = {keep!r} is how many checkpoints stay: 1 or more")
-        if not isinstance(asynchronous, bool):
-            raise UsageError(f"engine.save: asynchronous is True or False, not {asynchronous!r}")
+        _require_truth("engine.save", asynchronous=asynchronous)
         if self._broken is not None:
             raise UsageError(self._broken)
         with self._naming_lost_ranks():
@@ -130,6 +129,7 @@ class Persistent:
         """
         self._require_outside("engine.load")
         path = require_path(folder, "engine.load")
+        _require_truth("engine.load", newest=newest, data=data)
         with self._naming_lost_ranks():
             loaded = self._keeper.load(path, self._update.scheduler, newest, self._half_loaded)
         if self._broken == _HALF_LOADED:
@@ -153,6 +153,12 @@ class Persistent:
         from trine.optim.runtime import checkpoints
 
         self._require_outside("engine.load_state_dict")
+        missing = _STATE - set(state) if isinstance(state, Mapping) else _STATE
+        if missing:
+            raise UsageError(
+                f"engine.load_state_dict takes what engine.state_dict gave, which has {min(missing)}: this is "
+                f"{'without it' if isinstance(state, Mapping) else f'a {type(state).__name__}'}"
+            )
         self._index, data = checkpoints.restore(state, self._assembly, self._update.scheduler)
         self._data.load(data)
 
@@ -200,6 +206,16 @@ _HALF_LOADED = (
     "a checkpoint was found to be damaged while it was loaded, and the model holds a part of it: load another with "
     "engine.load"
 )
+
+
+#: The parts of what ``engine.state_dict`` gives.
+_STATE = frozenset({"tensors", "common", "own", "step"})
+
+
+def _require_truth(call: str, **given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{call}: {name} is True or False, not {value!r}")
 
 
 def require_path(folder: Any, call: str) -> Path:

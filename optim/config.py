@@ -263,7 +263,7 @@ class Offload(_Section):
     parameters: str = _key("none", choices=("none", "cpu", "nvme", "auto"))
     activations: str = _key("none", choices=("none", "cpu", "nvme"))
     path: str | None = _key(None, str)
-    tile_mib: float | None = _key(None, float, above=0)
+    tile_mib: float | None = _key(None, float, least=0.001)
     overlap: bool | None = _key(None, bool)
     device_bytes: int | None = _key(None, int, least=0)
     cpu_bytes: int | None = _key(None, int, least=0)
@@ -440,6 +440,9 @@ def _unknown(source: str, path: str) -> str:
     if translated:
         return f"{source}: there is no key {path}; here it is {translated}"
     if "." not in path:
+        if path in _SECTIONS:
+            first = next(known for known in paths if known.startswith(f"{path}."))
+            return f"{source}: {path} is a table and takes no value itself: set one of its keys, as {first}"
         tables = difflib.get_close_matches(path, _SECTIONS, n=1)
         if tables:
             return f"{source}: there is no table [{path}]; did you mean [{tables[0]}]?"

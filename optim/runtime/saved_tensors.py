@@ -344,16 +344,19 @@ class _Token:
 class _Counted(_Token):
     """A flat tensor in the store, counted. What was restored is shared while anybody uses it."""
 
-    __slots__ = ("_restored", "_stored")
+    __slots__ = ("_fake", "_restored", "_stored")
 
     def __init__(self, owner: SavedTensors, tensor: torch.Tensor, stored: Stored) -> None:
         self._stored = stored
+        self._fake: torch.Tensor | None = None
         self._restored: WeakStorage | None = None
         plain_bytes = stored.elements * stored.dtype.itemsize
         super().__init__(owner, tensor, stored.device_bytes, plain_bytes)
 
     def flat(self) -> torch.Tensor:
         """As it was put in."""
+        if self._fake is not None:
+            return self._fake
         if self._restored is not None:
             storage = self._restored.get()
             if storage is not None:
@@ -361,6 +364,8 @@ class _Counted(_Token):
                 return empty.set_(storage, 0, (self._stored.elements,), (1,))
         flat = self._stored.get()
         self._restored = WeakStorage(flat)
+        if flat.untyped_storage().device != flat.device:
+            self._fake = flat  # its storage is on the meta device, and no tensor can be made of that
         if self._owner.counts_back:
             self._owner.note_back(flat)
         return flat

@@ -94,6 +94,15 @@ def test_what_is_wrong_where_and_what_to_do(tables: dict[str, Any], words: list[
         assert word in message
 
 
+def test_a_table_is_no_key_and_a_tile_holds_something() -> None:
+    with pytest.raises(
+        UsageError, match=r"^the change: zero is a table .*set one of its keys, as zero\.stage$"
+    ):
+        Config().with_changes({"zero": 3})
+    with pytest.raises(UsageError, match=r"^offload\.tile_mib = .*it takes 0\.001 or more$"):
+        Config().with_changes({"offload.tile_mib": 1e-300})
+
+
 def test_an_unknown_change_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"precision\.dtpye.*did you mean precision\.dtype"):
         Config().with_changes({"precision.dtpye": "bf16"})

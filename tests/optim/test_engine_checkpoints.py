@@ -268,6 +268,23 @@ def test_a_scheduler_that_holds_more_than_plain_values_is_told_at_the_save(tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_arguments_that_are_none_of_theirs(saved: Path) -> None:
+    engine = zero_cases.made_engine({})
+    for named in ({"newest": "no"}, {"data": 0}):
+        with pytest.raises(UsageError, match=rf"^engine\.load: {next(iter(named))} is True or False, not "):
+            engine.load(saved, **named)
+    for state, words in (
+        ({}, "without it"),
+        (None, "a NoneType"),
+        ({"tensors": {}, "common": {}, "own": {}}, "step"),
+    ):
+        with pytest.raises(
+            UsageError, match=rf"^engine\.load_state_dict takes what engine\.state_dict gave.*{words}"
+        ):
+            engine.load_state_dict(state)
+    engine.load_state_dict(engine.state_dict())
+
+
 def test_loading_inside_a_step_that_was_taken(saved: Path) -> None:
     engine = zero_cases.made_engine({})
     for batch in engine.steps(optim_cases.batches(1, 2)):

@@ -218,6 +218,19 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["fits"] is None
 
 
+def test_the_command_counts_activations_in_low_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    """Attention's inputs are views of one tensor, which is restored once."""
+    words = (
+        "fit trine.samples.sizing:gpt layers=4 hidden=64 heads=2 sequence=256 vocab=64 batch=8 --format json"
+    )
+    most = {}
+    for changes in ("activations.dtype=bf16", "precision.tf32=false"):
+        assert main([*words.split(), "--device", "cpu", "--set", changes]) == 0
+        most[changes] = json.loads(capsys.readouterr().out)["most_bytes"]["activations"]
+    low, plain = most.values()
+    assert 0.4 < low / plain < 0.8
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
