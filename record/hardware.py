@@ -26,6 +26,7 @@ from typing import Any
 
 __all__ = [
     "Peaks",
+    "all_calibrated",
     "all_peaks",
     "cache_folder",
     "calibrated",
@@ -50,7 +51,9 @@ class Peaks:
     ``link_bytes_per_s`` is one device's scale-up bandwidth in one direction. ``measured`` tells a
     calibration from a datasheet; then ``threads`` is the thread count it holds for, and
     ``collective`` the all-reduce's α (``alpha_s``), β (``bytes_per_s``), ``backend`` and ``ranks``.
-    ``multiprocessors`` counts streaming multiprocessors or compute units.
+    ``multiprocessors`` counts streaming multiprocessors or compute units. ``operations`` are single measured
+    times, a mapping each: products by shape and dtype, work on memory by size, collectives by bytes
+    (:mod:`trine.profiler.calibrate_operations` says which).
     """
 
     name: str
@@ -63,6 +66,7 @@ class Peaks:
     threads: int | None = None
     collective: Mapping[str, float | int | str] = field(default_factory=dict)
     multiprocessors: int | None = None
+    operations: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
 
 def peaks_of(device_name: str) -> Peaks | None:
@@ -95,6 +99,12 @@ def calibrated(device_name: str, threads: int | None = None) -> Peaks | None:
     if threads is not None:
         found = [peaks for peaks in found if peaks.threads in (None, threads)]
     return max(found, key=lambda peaks: peaks.threads or 0, default=None)
+
+
+def all_calibrated() -> tuple[Peaks, ...]:
+    """Everything that ``trine hardware --calibrate`` measured and keeps in the user's cache."""
+    found = [_read_calibration(path) for path in sorted(_calibration_folder().glob("*--*.json"))]
+    return tuple(peaks for peaks in found if peaks is not None)
 
 
 def store_calibration(peaks: Peaks) -> Path:

@@ -27,6 +27,7 @@ class Device:
     ``matmul_flops_per_s``: the best rate any matmul of bf16 was seen to reach, None where nobody said. ``family`` chooses
     the fitted constants: ``volta``, ``ampere``, ``hopper``, ``blackwell``, ``cdna3``, ``tpu``, ``gaudi``, ``cpu`` and others of
     ``devices.csv``; ``unknown`` where nobody said. ``matmul_rates``: such best rates by precision, as far as they are known.
+    ``constants``: of the family's constants, those that were measured on this very device.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Device:
     matmul_flops_per_s: float | None = None
     source: str = ""
     matmul_rates: Mapping[str, float] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     def with_changes(self, **changes: Any) -> Device:
         """A copy with other figures."""
@@ -81,13 +83,14 @@ class Link:
 
     ``kind`` chooses fitted constants: ``nvlink``, ``pcie``, ``xgmi``, ``infiniband``, ``roce``, ``omnipath``, ``efa``, ``ethernet``,
     ``shared-memory``, ``ici``, ``neuronlink``. ``in_switch``: the switch reduces (SHARP between nodes, NVLS inside). ``note``: what was
-    taken because nobody said.
+    taken because nobody said. ``constants``: of the kind's constants, those that were measured on this very link.
     """
 
     bandwidth: Bandwidth
     kind: str = "nvlink"
     in_switch: bool = False
     note: str = ""
+    constants: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.bandwidth, Bandwidth):

@@ -27,6 +27,7 @@ from trine.optim.plan._tables import check_keys, near, packaged, read_toml
 from trine.optim.plan.cluster import Cluster, Device, Link
 from trine.optim.plan.devices import device_named, facts_of
 from trine.optim.plan.links import default_link, link_of
+from trine.optim.plan.measured import HERE, measured_cluster
 from trine.optim.plan.units import Bandwidth, parse_bytes
 from trine.record.errors import UsageError
 
@@ -59,7 +60,7 @@ _PRECISIONS = ("bf16", "fp16", "tf32", "fp8", "fp32")
 
 
 def cluster_of(source: str | Path, devices: int | None = None) -> Cluster:
-    """A cluster by the name of a known one or from TOML.
+    """A cluster by the name of a known one, from TOML, or "here": this machine, as it was calibrated.
 
     ``devices``: of the whole job, whole nodes or a part of one; by default the nodes that the file says, else one. A known
     device's name alone is a cluster of such nodes as it usually stands in. Raises ``UsageError`` or ``UnreadableInput``.
@@ -67,6 +68,8 @@ def cluster_of(source: str | Path, devices: int | None = None) -> Cluster:
     known = packaged("clusters.toml")
     name = str(source).casefold()
     path = Path(source)
+    if name == HERE and not path.is_file():
+        return measured_cluster(devices)
     if name in known and not path.is_file():
         found = cluster_from_table(known[name], name, name)
     elif path.suffix == ".toml" or path.is_file():

@@ -6,8 +6,8 @@ the same formulas over columns, of length one or of as many rows as there are, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +30,8 @@ from trine.record.errors import UsageError
 __all__ = ["Column", "Conditions", "Sizes", "joined"]
 
 Column = npt.NDArray[np.float64]
+
+_Constants = TypeVar("_Constants", DeviceConstants, NetworkConstants)
 
 #: Families on which attention kernels of two generations differ.
 _NEWER = ("hopper", "blackwell")
@@ -162,11 +164,11 @@ class Conditions:
         between: NetworkConstants | None = None,
     ) -> Conditions:
         """Columns of length one; constants are those of the device's family and the links' kinds unless given."""
-        device = device or device_constants(cluster.device.family)
+        device = device or _measured(device_constants(cluster.device.family), cluster.device.constants)
         inside_link = cluster.inside or Link(_NO_LINK)
         between_link = cluster.between or Link(_NO_LINK, kind="infiniband")
-        inside = inside or network_constants(inside_link.kind)
-        between = between or network_constants(between_link.kind)
+        inside = inside or _measured(network_constants(inside_link.kind), inside_link.constants)
+        between = between or _measured(network_constants(between_link.kind), between_link.constants)
         peaks = [_peak(cluster, precision) for precision in PRECISIONS]
         best = cluster.device.matmul_flops_per_s or peaks[PRECISIONS.index("bf16")] * device.achievable
         share = best / peaks[PRECISIONS.index("bf16")]
@@ -209,6 +211,13 @@ class Conditions:
             networks=(Network.of(cluster.with_changes(inside=inside_link, between=between_link)),),
             **columns,
         )
+
+
+def _measured(found: _Constants, measured: Mapping[str, float]) -> _Constants:
+    """A family's or a kind's constants, and before them those that were measured on this very device or link."""
+    names = {each.name for each in fields(found)}
+    own = {name: value for name, value in measured.items() if name in names}
+    return replace(found, **own, provenance="measured on this machine") if own else found
 
 
 def _peak(cluster: Cluster, precision: str) -> float:

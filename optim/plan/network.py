@@ -9,7 +9,7 @@ A link's line rate is a datasheet's; the two scalars beside it are fitted, by ki
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -80,6 +80,13 @@ LINK_CONSTANTS: Mapping[str, LinkConstants] = {
 _CUBE_MESH_LANES = {1: 6, 2: 1, 3: 2, 4: 4, 5: 1.65, 6: 2, 7: 4, 8: 6}
 
 
+def _with_measured(constants: LinkConstants, link: Link | None) -> LinkConstants:
+    """The kind's constants, and before them those that were measured on this very link."""
+    names = {each.name for each in fields(LinkConstants)}
+    measured = {name: value for name, value in (link.constants if link else {}).items() if name in names}
+    return replace(constants, **measured, source=link.note) if link is not None and measured else constants
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """Links of a cluster and what they reach. ``family``: of the device, which bounds NCCL's channels."""
@@ -101,7 +108,7 @@ class Network:
             for table in tables:
                 for name in (f"{kind}/{cluster.device.family}", kind):
                     if name in table:
-                        return table[name]
+                        return _with_measured(table[name], link)
             known = sorted({*LINK_CONSTANTS, *(constants or {})})
             raise UsageError(f"no constants for a link of kind {kind!r}: one of {', '.join(known)}")
 
