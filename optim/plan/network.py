@@ -15,7 +15,6 @@ import numpy as np
 
 from trine.optim.plan.cluster import Cluster, Link
 from trine.optim.plan.nccl import PROTOCOLS, Floats, Hardware, Protocol
-from trine.optim.plan.units import Bandwidth
 from trine.record.errors import UsageError
 
 __all__ = ["LINK_CONSTANTS", "LinkConstants", "Network"]
@@ -130,17 +129,6 @@ class Network:
             inside_constants=inside or self.inside_constants,
             between_constants=between or self.between_constants,
         )
-
-    @classmethod
-    def measured(cls, alpha_s: float, bytes_per_s: float, ranks: int, family: str = "cpu") -> Network:
-        """One node whose all-reduce of S bytes took α + S/β (``trine hardware --calibrate``): a ring of steps of its α
-        over links of its β. Raises ``UsageError`` for fewer than two ranks."""
-        if ranks < 2:
-            raise UsageError(f"an all-reduce is measured between at least two ranks, not {ranks}")
-        steps = 2 * (ranks - 1)
-        link = Link(Bandwidth(bytes_per_s * steps / ranks), kind="shared-memory", note="measured")
-        constants = LinkConstants(1.0, hop_s=alpha_s / steps, source="trine hardware --calibrate")
-        return cls(ranks, family, link, None, constants)
 
     @property
     def hardware(self) -> Hardware:

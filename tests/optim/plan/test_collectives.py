@@ -162,14 +162,6 @@ def test_other_libraries_are_hockney_s_ring() -> None:
     assert collectives.all_to_all_s(gloo, 1e8, 4) == pytest.approx(3 * 50e-6 + 0.75e8 / 4.5e9)
 
 
-def test_a_calibrated_machine_gives_back_what_was_measured() -> None:
-    here = Network.measured(200e-6, 2e9, 4)
-    assert collectives.all_reduce_s(here, [1e3, 1e8], 4) == pytest.approx([200e-6 + 5e-7, 200e-6 + 0.05])
-    assert collectives.all_reduce_s(here, 1e8, 2) < collectives.all_reduce_s(here, 1e8, 4)
-    with pytest.raises(UsageError, match="at least two ranks"):
-        Network.measured(1e-4, 1e9, 1)
-
-
 def test_arrays_broadcast_and_one_rank_sends_nothing() -> None:
     found = collectives.all_reduce_s(A100, [0, 2**20, 2**30], [[1], [8], [64]])
     assert found.shape == (3, 3)
