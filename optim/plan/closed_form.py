@@ -169,10 +169,23 @@ def _view(columns: list[Seconds], folded: bool, bypassed: bool) -> _View:
         own.append(np.where(places == 0, alone, np.where(places == p - 1, end, one)))
         ahead.append(np.where(places > 0, start + (places - 1) * one, 0.0))
         behind.append(np.where(places < p - 1, end + (p - 2 - places) * one, 0.0))
-    wide = [np.broadcast_to(each, places.shape) for each in (p, m, v, c)]
-    between = [np.broadcast_to(each, places.shape) for each in middle]
-    triples = [_triple(each) for each in (own, ahead, behind, between)]
-    return _View(*wide, places, *triples, np.broadcast_to(head[2], places.shape), bypassed)
+
+    def wide(column: Seconds) -> Seconds:
+        return np.broadcast_to(column, places.shape)
+
+    return _View(
+        p=wide(p),
+        m=wide(m),
+        v=wide(v),
+        c=wide(c),
+        place=places,
+        own=_triple(own),
+        ahead=_triple(ahead),
+        behind=_triple(behind),
+        middle=_triple([wide(each) for each in middle]),
+        first_weight=wide(head[2]),
+        bypassed=bypassed,
+    )
 
 
 def _triple(parts: list[Any]) -> tuple[Seconds, Seconds, Seconds]:
@@ -335,7 +348,7 @@ def in_flight(
 
 def _held(lead: Seconds, waiting: Seconds, m: Seconds, share: Seconds) -> Seconds:
     """``lead`` forwards in full, and as many as wait for W in part, no more than there are."""
-    return np.minimum(lead, m) + np.minimum(waiting, _positive(m - lead)) * share
+    return np.asarray(np.minimum(lead, m) + np.minimum(waiting, _positive(m - lead)) * share)
 
 
 #: Schedules that run all forwards first.

@@ -104,7 +104,7 @@ class Simulation:
             max(end, *(each.end_s for each in self.meetings if each.step == step), 0.0)
             for step, end in enumerate(ends)
         ]
-        return np.diff([0.0, *ends])
+        return np.diff(np.array([0.0, *ends]))
 
     def _windows(self, step: int) -> tuple[Times, Times, Times]:
         """By rank: first start, last end and seconds of computing on micro-batches."""
@@ -114,7 +114,8 @@ class Simulation:
         first, last = np.full(self.ranks, np.inf), np.zeros(self.ranks)
         np.minimum.at(first, ranks, start)
         np.maximum.at(last, ranks, end)
-        return first, last, np.bincount(ranks, weights=end - start, minlength=self.ranks)
+        busy: Times = np.bincount(ranks, weights=end - start, minlength=self.ranks).astype(np.float64)
+        return first, last, busy
 
     def span_s(self, step: int = 0) -> float:
         """From the first forward to the last backward of all ranks."""
@@ -306,10 +307,8 @@ class _Builder:
     def _reduce(self, step: int, ready: dict[tuple[int, int, int], list[int]]) -> dict[int, list[int]]:
         """Gradients among replicas; rank → what its optimizer waits for."""
         reduced: dict[int, list[int]] = {self.global_rank(replica, place): [] for replica, place, _ in ready}
-        for (_, place, chunk), tasks in ready.items():
-            for replica in range(self.replicas):
-                reduced[self.global_rank(replica, place)].append(ready[replica, place, chunk][-1])
-            del tasks
+        for (replica, place, _), tasks in ready.items():
+            reduced[self.global_rank(replica, place)].append(tasks[-1])
         if self.gradients is None:
             return reduced
         for place in range(self.order.shape.ranks):

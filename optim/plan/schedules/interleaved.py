@@ -31,8 +31,8 @@ def _problem(shape: Shape) -> str | None:
     rounds = max(1, shape.microbatches // shape.ranks)
     if shape.microbatches % rounds == 0:
         return None
-    below = rounds * shape.ranks
-    return f"they go in equal rounds of the ranks: use {below} or {below + shape.ranks}"
+    below = shape.microbatches // rounds * rounds
+    return f"they go in equal rounds of the ranks: use {below} or {below + rounds}"
 
 
 def _virtual(place: int, shape: Shape) -> tuple[int, int]:
