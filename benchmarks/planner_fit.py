@@ -42,15 +42,16 @@ PRIORS: Mapping[str, tuple[float, float]] = {
     "attention": (0.6, 0.3),
     "memory": (0.8, 0.15),
     "launch_s": (18e-6, 0.4),
+    "skew_s": (60e-6, 1.0),
     "fp8": (0.7, 0.3),
     "inside_bandwidth": (0.95, 0.15),
     "inside_overlap": (0.2, 0.7),
-    "between_bandwidth": (0.9, 0.2),
+    "between_bandwidth": (0.9, 0.4),
     "between_overlap": (0.2, 0.7),
     "compute": (1.0, 0.1),
     "microbatch_s": (1e-3, 1.0),
-    "step_s": (0.05, 1.5),
-    "exposed": (0.8, 0.7),
+    "step_s": (0.03, 1.5),
+    "exposed": (0.8, 0.4),
 }
 #: Above this error (as a logarithm) a run counts as an outlier and pulls ever less.
 _KNEE = 0.05

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trine.optim.plan import Cluster, Device, Layouts, Workload
+from trine.optim.plan.columns import Conditions, Sizes, joined
 from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.devices import device_named, facts_of
 from trine.optim.plan.links import link_of
+from trine.optim.plan.step import parts_of
 from trine.optim.plan.reconcile import reconciled
 from trine.record.errors import TrineError, UnreadableInput
 
@@ -24,6 +29,8 @@ __all__ = ["Run", "Skipped", "read_runs"]
 
 #: Routers' imbalance costs 8 to 20 % of a step (Megatron-Core's own notes on its best practice).
 _IMBALANCE = 1.15
+#: Of the time that a run would take at all its peaks: nearer to it is none. (The fastest of other tables take 1.17 times it.)
+_TOO_NEAR = 1.05
 #: Watts of a device of a family as it is usually sold.
 _POWER = {"hopper": 700, "ampere": 400}
 _NUMBER = re.compile(r"[~≈<>]?\s*([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
@@ -156,7 +163,36 @@ def read_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Run], list[Skippe
             runs.append(_run(row, table, name))
         except (_Missing, TrineError, ValueError, ArithmeticError) as error:
             skipped.append(Skipped(table, name, _reason(error), _countable(row)))
-    return runs, skipped
+    return without_impossible_recomputation(runs), skipped
+
+
+def without_impossible_recomputation(runs: Sequence[Run]) -> list[Run]:
+    """Runs that state recomputation, read as without it where their table as a whole is faster than that allows.
+
+    No run comes near to its matmuls at the best rate ever seen, its element-wise traffic at the memory's full bandwidth and nothing
+    else. Where several runs of one table and stack do, with what they state to recompute, none of that table's recomputed.
+    """
+    stated = [run for run in runs if run.seconds and run.layout["recompute"] == "full"]
+    if not stated:
+        return list(runs)
+    conditions = joined([Conditions.of(run.cluster, run.stack) for run in stated], [1] * len(stated))
+    one = np.ones(len(stated))
+    best = replace(conditions, matmul=one, attention=one, memory=one, compute=one, depth=0 * one, launch_s=0 * one)
+    layouts = Layouts(
+        {name: np.concatenate([run.layouts[name] for run in stated]) for name in stated[0].layouts.columns}
+    )
+    parts = parts_of(joined([Sizes.of(run.workload) for run in stated], [1] * len(stated)), best, layouts)
+    least = parts["compute"] + parts["recomputation"]
+    too_fast: Counter[tuple[str, str]] = Counter()
+    for run, bound in zip(stated, least, strict=True):
+        too_fast[run.table, run.stack.name] += (run.seconds or 0.0) < _TOO_NEAR * bound
+    found = []
+    for run in runs:
+        if too_fast[run.table, run.stack.name] >= 3 and run.layout["recompute"] == "full":
+            note = "no recomputation, since its table is faster than the stated one allows"
+            run = replace(run, layout={**run.layout, "recompute": "none"}, assumed=(*run.assumed, note))
+        found.append(run)
+    return found
 
 
 def _reason(error: Exception) -> str:

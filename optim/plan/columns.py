@@ -132,6 +132,7 @@ class Conditions:
     attention: Column
     memory: Column
     launch_s: Column
+    skew_s: Column
     fp8: Column
     inside_bandwidth: Column
     inside_overlap: Column
@@ -143,6 +144,7 @@ class Conditions:
     exposed: Column
     fused_attention: Column
     fused: Column
+    padded: Column
     captured: Column
     attention_gain: Column
     fp8_gain: Column
@@ -179,7 +181,7 @@ class Conditions:
             "node": cluster.devices_per_node,
             **{
                 name: getattr(device, name)
-                for name in ("units", "matmul", "depth", "attention", "memory", "launch_s", "fp8")
+                for name in ("units", "matmul", "depth", "attention", "memory", "launch_s", "skew_s", "fp8")
             },
             **{f"inside_{name}": getattr(inside, name) for name in ("bandwidth", "overlap")},
             **{f"between_{name}": getattr(between, name) for name in ("bandwidth", "overlap")},
@@ -192,6 +194,7 @@ class Conditions:
                     "exposed",
                     "fused_attention",
                     "fused",
+                    "padded",
                     "captured",
                     "fp8_gain",
                     "tensor_overlap",

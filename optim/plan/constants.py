@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 #: What the fit may move.
-DEVICE_CONSTANTS = ("matmul", "depth", "attention", "memory", "launch_s", "fp8")
+DEVICE_CONSTANTS = ("matmul", "depth", "attention", "memory", "launch_s", "skew_s", "fp8")
 NETWORK_CONSTANTS = ("bandwidth", "overlap")
 STACK_CONSTANTS = ("compute", "microbatch_s", "step_s", "exposed")
 
@@ -48,7 +48,8 @@ class DeviceConstants:
     ``matmul``: share of the best rate any matmul was seen to reach that large matmuls of a training step reach. ``depth``:
     length of the summed dimension at which half of a tile's time is spent filling and draining it. ``attention``: share of the
     matmul rate that fused attention with heads of 128 reaches. ``memory``: share of the memory's bandwidth that element-wise
-    kernels reach. ``launch_s``: host seconds a kernel, where the host launches each. ``fp8``: share of the gain that the peaks
+    kernels reach. ``launch_s``: host seconds a kernel, where the host launches each. ``skew_s``: what each
+    tensor-parallel collective waits for the slowest of its ranks. ``fp8``: share of the gain that the peaks
     of fp8 and bf16 promise. ``achievable``: best matmul over peak, for devices nobody measured. ``units``: streaming
     multiprocessors or compute units.
     """
@@ -59,6 +60,7 @@ class DeviceConstants:
     attention: float
     memory: float
     launch_s: float
+    skew_s: float
     fp8: float
     achievable: float
     units: float
@@ -89,7 +91,8 @@ class Stack:
 
     ``fused_attention``: scores never reach memory. ``attention_gain``: of its attention kernels over FlashAttention-2's on
     devices where those leave most of the tensor units idle (Shah 2024: 1.5 to 2 on Hopper). ``fp8_gain``: share of the
-    family's gain from fp8 that its recipe keeps (scales by rows cost most of it). ``fused``: element-wise kernels are joined (compiled, or by hand).
+    family's gain from fp8 that its recipe keeps (scales by rows cost most of it). ``fused``: element-wise kernels are joined (compiled, or by hand). ``padded``: a
+    vocabulary is padded to an even size even where it is not split.
     ``captured``: kernels are launched by a graph, not one by one. ``tensor_overlap``: tensor-parallel collectives are cut up
     and hidden behind matmuls. ``expert_overlap``: all-to-alls of experts run behind another micro-batch. ``expert_once``: a token goes to a
     node once, however many of its experts lie there (DeepSeek-AI 2024, section 3.2.2). ``expert_tensor``: experts are split
@@ -109,6 +112,7 @@ class Stack:
     exposed: float = 1.0
     fused_attention: bool = True
     fused: bool = True
+    padded: bool = True
     captured: bool = False
     attention_gain: float = 1.0
     fp8_gain: float = 1.0

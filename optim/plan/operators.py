@@ -27,6 +27,8 @@ _QUANTISATION = 0.5
 #: How much longer batched matmuls take whose rows are not aligned to 16 bytes: they leave the tensor units (a published sweep
 #: of head sizes has 108 and 150 beside 104 and 144 on one model).
 _UNALIGNED = 25.0
+#: The same of one large matmul.
+_UNALIGNED_HEAD = 2.5
 #: Kernels of a layer's forward where the host launches each: joined by hand or by a compiler, and not.
 _KERNELS = {True: 30.0, False: 45.0}
 #: More of them in a layer of experts, and for each expert of a rank.
@@ -287,7 +289,11 @@ def _recomputed(block: _Block, attention: _Block, layouts: Layouts) -> Pass:
 
 def _head(sizes: Sizes, conditions: Conditions, tokens: Column, tensor: Column, on: Rates) -> Pass:
     """The output matmul and the loss over a rank's part of the vocabulary, in 32-bit."""
-    forward, by_input, by_weight = _linear(tokens, sizes.vocab / tensor, sizes.hidden, np.ones(1), on)
+    # Software pads a vocabulary that it splits; one that it does not, and that is no multiple of 8, is read unaligned.
+    slower = np.where((sizes.vocab % 8 == 0) | (tensor > 1) | (conditions.padded > 0), 1.0, _UNALIGNED_HEAD)
+    forward, by_input, by_weight = (
+        each * slower for each in _linear(tokens, sizes.vocab / tensor, sizes.hidden, np.ones(1), on)
+    )
     # Forward: logits to 32-bit (6), maximum (4), difference (8), exponential (8), sum (4), quotient (8); backward: gradient (8),
     # to 16-bit (6). Fused kernels read logits twice and write once.
     ahead = np.where(conditions.fused > 0, 10.0, 38.0)

@@ -23,7 +23,7 @@ from trine.optim.plan.traffic import Traffic, traffic_of
 from trine.optim.plan.waits import Waits, waits_of
 from trine.optim.plan.workload import Convention, Workload
 
-__all__ = ["PARTS", "Estimates", "parts_of", "predict"]
+__all__ = ["PARTS", "Estimates", "RankTimes", "parts_of", "predict", "rank_times"]
 
 #: What a step's time is made of.
 PARTS = (
@@ -42,8 +42,15 @@ PARTS = (
 )
 
 
-#: How much longer launches take for each further host that a layer's all-reduces wait for.
-_HOST_SPREAD = 0.05
+#: Between the sum of host's and device's time (1) and the longer of both (infinite).
+_ALONGSIDE = 3.0
+
+
+def _longer(host_s: Column, device_s: Column) -> Column:
+    """Of a host that runs ahead of its device for some of the time."""
+    longest = np.maximum(np.maximum(host_s, device_s), 1e-30)
+    ratio = np.minimum(host_s, device_s) / longest
+    return np.asarray(longest * (1 + ratio**_ALONGSIDE) ** (1 / _ALONGSIDE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,44 @@ class _Rank:
         return self.forward_s, self.input_s, self.weight_s
 
 
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What ranks of a pipeline take for one micro-batch (all their chunks): a middle one, and the first and last without and
+    with the embedding and the head. ``message_s``: from one rank to the next."""
+
+    middle: _Rank
+    ends: _Rank
+    first: _Rank
+    last: _Rank
+    middle_layers: Column
+    message_s: Column
+
+
+def rank_times(workload: Workload, cluster: Cluster, stack: Stack, layouts: Layouts) -> RankTimes:
+    """Of every layout: what a simulation of its schedule is made of."""
+    return _ranks(Sizes.of(workload), Conditions.of(cluster, stack), layouts, None)[0]
+
+
+def _ranks(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Waits | None
+) -> tuple[RankTimes, Traffic, _Layer]:
+    times = layer_times(sizes, conditions, layouts)
+    traffic = traffic_of(sizes, conditions, layouts, times, waits or waits_of(sizes, conditions, layouts))
+    layer = _Layer.of(sizes, conditions, layouts, times, traffic)
+    middle_layers, end_layers = _layers(sizes, layouts)
+    ends = layer.rank(end_layers)
+    embedding, head = _trained(times.embedding, sizes), _trained(times.head, sizes)
+    found = RankTimes(
+        middle=layer.rank(middle_layers),
+        ends=ends,
+        first=ends.plus(embedding.forward_s, embedding.input_s, embedding.weight_s),
+        last=ends.plus(head.forward_s, head.input_s, head.weight_s),
+        middle_layers=middle_layers,
+        message_s=traffic.message_s,
+    )
+    return found, traffic, layer
+
+
 def parts_of(
     sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Waits | None = None
 ) -> dict[str, Column]:
@@ -123,15 +168,8 @@ def parts_of(
 
     ``waits``: the same of an earlier call with other constants.
     """
-    times = layer_times(sizes, conditions, layouts)
-    traffic = traffic_of(sizes, conditions, layouts, times, waits or waits_of(sizes, conditions, layouts))
-    middle_layers, end_layers = _layers(sizes, layouts)
-    layer = _Layer.of(sizes, conditions, layouts, times, traffic)
-    middle = layer.rank(middle_layers)
-    ends = layer.rank(end_layers)
-    embedding, head = _trained(times.embedding, sizes), _trained(times.head, sizes)
-    first = ends.plus(embedding.forward_s, embedding.input_s, embedding.weight_s)
-    last = ends.plus(head.forward_s, head.input_s, head.weight_s)
+    ranks, traffic, layer = _ranks(sizes, conditions, layouts, waits)
+    middle, first, last, middle_layers = ranks.middle, ranks.first, ranks.last, ranks.middle_layers
     count = layouts["microbatches"].astype(np.float64)
     busiest = busiest_s(
         layouts["schedule"], layouts["pipeline"], *middle.times, first=first.times, last=last.times
@@ -221,14 +259,13 @@ class _Layer:
         share = layouts["recomputed_layers"] / np.maximum(sizes.layers / layouts["pipeline"], 1)
         again = np.where(budget, forward * np.minimum(share, 1.0), again)
         launch_s = average("kernels") * conditions.launch_s * (1 - conditions.captured)
-        # Every all-reduce waits for the slowest of the tensor group's hosts.
-        launch_s = launch_s * (1 + _HOST_SPREAD * (np.minimum(layouts["tensor"], conditions.node) - 1))
         repeats = np.where(forward > 0, again / forward, 0.0)
         ahead = forward + traffic.forward_s
         behind = by_input + by_weight + again + traffic.backward_s
-        # The host launches kernels one by one: a layer takes no less than its launches. Backward has twice as many.
-        wait_ahead = np.maximum(launch_s - ahead, 0.0)
-        wait_behind = np.maximum(launch_s * (2 + repeats) - behind, 0.0)
+        # The host launches kernels one by one, and is behind for some of a layer and ahead for others: neither the longer of both
+        # nor their sum. Backward has twice as many launches.
+        wait_ahead = _longer(launch_s, ahead) - ahead
+        wait_behind = _longer(launch_s * (2 + repeats), behind) - behind
         return cls(
             _Rank(ahead + wait_ahead, by_input + again + traffic.backward_s + wait_behind, by_weight),
             {

@@ -82,7 +82,8 @@ def _tensor(
 ) -> tuple[Column, Column]:
     """Forward and backward of a layer. A layer of experts reduces after attention alone."""
     reductions = 2 - sizes.mixture_layers / sizes.layers
-    plain = reductions * waits.tensor.reached_s(conditions)
+    together = np.where(layouts["tensor"] > 1, conditions.skew_s, 0.0)
+    plain = reductions * (waits.tensor.reached_s(conditions) + together)
     slow = waits.tensor.overlap(conditions)
     forward_work = np.where(conditions.tensor_overlap > 0, times.dense.forward_s, 0.0)
     forward = _beside(plain, forward_work, slow)

@@ -167,7 +167,10 @@ def _near(conditions: Conditions, layouts: Layouts) -> Column:
 
 
 def _wire_bytes(conditions: Conditions, layouts: Layouts) -> Column:
+    # Sums in fp16 are scaled and stay fp16; bf16's lose too much and are made wider where the software cares.
     found = np.broadcast_to(conditions.gradient_bytes, layouts["data"].shape).astype(np.float64)
+    found = np.where(layouts.is_kind("precision", "fp16"), np.minimum(found, 2.0), found)
+    found = np.where(layouts.is_kind("precision", "fp32", "tf32"), 4.0, found)
     for code, name in enumerate(COMPRESSIONS):
         if (size := _WIRE_BYTES[name]) is not None:
             found = np.where(layouts["compression"] == code, np.minimum(size, found), found)
