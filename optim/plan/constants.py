@@ -99,6 +99,7 @@ class Stack:
     over the tensor group, too, which then exchanges their tokens.
     ``hidden_input_gradients``: all-reduces of backward run behind weight gradients.
     ``message_overlap``: pipeline messages are hidden. ``gradient_bytes``: of an element when it is reduced.
+    ``fused_loss``: cross entropy reads 16-bit logits and writes their gradient, without a 32-bit copy of either.
     ``split_optimizer``: optimizer state is sharded over data ranks unless a layout says otherwise. ``recompute``, ``sequence``,
     ``precision``: what its runs do where they do not say.
     """
@@ -123,6 +124,7 @@ class Stack:
     hidden_input_gradients: bool = False
     message_overlap: bool = False
     gradient_bytes: int = 4
+    fused_loss: bool = False
     split_optimizer: bool = False
     recompute: str = "none"
     precision: str = "bf16"
