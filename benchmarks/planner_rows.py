@@ -31,6 +31,10 @@ __all__ = ["Run", "Skipped", "read_runs"]
 _IMBALANCE = 1.15
 #: Of the time that a run would take at all its peaks: nearer to it is none. (The fastest of other tables take 1.17 times it.)
 _TOO_NEAR = 1.05
+#: How far a parameter count may be rounded.
+_ROUNDED = 0.03
+#: The day from which on a log's runs that could be in fp16 or bf16 were in bf16, as it says.
+_BF16_FROM = "02-28"
 #: Watts of a device of a family as it is usually sold.
 _POWER = {"hopper": 700, "ampere": 400}
 _NUMBER = re.compile(r"[~≈<>]?\s*([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
@@ -48,7 +52,7 @@ _CONTAINERS = {
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run and its truth. ``layout``: columns by name as :meth:`Layouts.of` takes them. ``memory_gib`` and ``oom``: as
-    published; ``seconds`` None where only memory is known. ``assumed``: what the row does not say."""
+    published, ``memory_is`` of "used" (by the device's own count) or "reserved" (by PyTorch's allocator); ``seconds`` None where only memory is known. ``assumed``: what the row does not say."""
 
     table: str
     row: str
@@ -61,6 +65,7 @@ class Run:
     memory_gib: float | None
     oom: bool
     batch: int
+    memory_is: str
     assumed: tuple[str, ...] = ()
 
     @property
@@ -234,6 +239,7 @@ def _run(row: _Row, table: str, name: str) -> Run:
         memory_gib=memory,
         oom=oom,
         batch=batch,
+        memory_is="used" if "nvidia-smi" in text else "reserved",
         assumed=tuple(row.assumed),
     )
 
@@ -307,9 +313,13 @@ def _layers_from_parameters(row: _Row, hidden: int, ffn: int, vocab: int, gated:
     if billions is None or row.count("experts"):
         raise _Missing("no layers")
     layer = 4 * hidden**2 + (3 if gated else 2) * hidden * ffn
-    found = round((billions * 1e9 - vocab * hidden) / layer)
-    if found < 1:
+    exact = (billions * 1e9 - vocab * hidden) / layer
+    if exact < 0.5:
         raise _Missing("no layers")
+    # Stages are even where the count, which is rounded, allows it.
+    stages = row.count("pp") or 1
+    even = max(1, round(exact / stages)) * stages
+    found = even if abs(even / exact - 1) < _ROUNDED else round(exact)
     row.assume(f"{found} layers, from {billions:g} billion parameters")
     return found
 
@@ -368,6 +378,12 @@ def _stack(row: _Row) -> Stack:
         traits["fused"] = False
     elif "compile" in notes:
         traits["fused"] = True
+    if "torchtitan 2025" in text.lower() and traits.get("fused"):
+        # Since 2025 its compilation takes in the loss.
+        traits["fused_loss"] = True
+    if "megatron-lm fork" in text.lower():
+        # What it keeps of a layer (published peaks) is with the scores.
+        traits["fused_attention"] = False
     if re.search(r"async ?-?tp", notes):
         traits["tensor_overlap"] = True
     if "deepep" in notes or "hybridep" in notes:
@@ -486,6 +502,8 @@ def _precision(row: _Row, stack: Stack) -> str:
         raise _Missing("no precision fp4 is planned")
     if "fp8" in text or "mxfp8" in text or "e4m3" in text:
         return "fp8"
+    if text == "bf16/fp16" and (day := re.search(r"\b\d\d-\d\d\b", row.text("source_ref"))):
+        return "bf16" if day[0] >= _BF16_FROM else "fp16"
     if found := re.search(r"bf16|bfloat16|fp16|float16|tf32|fp32|float32", text):
         return found[0].replace("bfloat", "bf").replace("float", "fp")
     half = "fp16" if "v100" in row.text("gpu").lower() else "bf16"
