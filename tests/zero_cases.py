@@ -387,7 +387,14 @@ def refused_models(rank: int) -> list[str]:
         (plain, zro),
         (plain, odd_state),
     ]
-    return [refusal_of(lambda m=m, o=o: trine.optimize(m, o, config)) for m, o in pairs]
+    said = [refusal_of(lambda m=m, o=o: trine.optimize(m, o, config)) for m, o in pairs]
+    hollow = nn.Sequential(nn.Linear(4, 4))
+    hollow.nothing = nn.Parameter(torch.zeros(0))
+    three = {"zero": {"stage": 3}}
+    return [
+        *said,
+        refusal_of(lambda: trine.optimize(hollow, torch.optim.SGD(hollow.parameters(), lr=0.1), three)),
+    ]
 
 
 def refused_wrappers(rank: int) -> list[str]:

@@ -23,7 +23,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trine.optim.plan.units import parse_bytes
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
@@ -145,6 +144,8 @@ def _pair(word: str, where: str) -> tuple[str, Any]:
 
 
 def _bytes(text: str) -> int:
+    from trine.optim.plan.units import parse_bytes  # with numpy, which the command line starts without
+
     try:
         return parse_bytes(text)
     except UsageError as error:

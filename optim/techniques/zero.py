@@ -203,8 +203,11 @@ def _check_model(config: Config, facts: Facts) -> None:
             raise UsageError(
                 f"zero.stage = {stage}: {name} belongs to FSDP1: give trine.optimize the plain model"
             )
-        if parameter.is_sparse or parameter.device.type == "meta":
-            kind = "sparse" if parameter.is_sparse else "on the meta device"
+        is_empty = stage > 1 and not parameter.numel()  # FSDP2 fails on it in the first step
+        if parameter.is_sparse or parameter.device.type == "meta" or is_empty:
+            kind = (
+                "sparse" if parameter.is_sparse else "without elements" if is_empty else "on the meta device"
+            )
             raise UsageError(
                 f"zero.stage = {stage}: {name} is {kind} and cannot be sharded: take the key out"
             )

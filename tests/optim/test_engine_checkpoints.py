@@ -231,7 +231,7 @@ def test_a_checkpoint_of_other_groups(saved: Path) -> None:
         (lambda folder: (folder / "trine.json").write_text("{"), "holds no checkpoint"),
         (
             lambda folder: (folder / "trine.json").write_text(json.dumps({"schema": "trine.checkpoint/9"})),
-            r"trine\.checkpoint/9, and this version reads",
+            r"'trine\.checkpoint/9', and this version reads",
         ),
         (lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04nonsense"), "ends after 10 of"),
         (lambda folder: (folder / "rank-00000.pt").write_bytes(b"PK"), "ends after 2 of"),
@@ -283,6 +283,16 @@ def test_arguments_that_are_none_of_theirs(saved: Path) -> None:
         ):
             engine.load_state_dict(state)
     engine.load_state_dict(engine.state_dict())
+
+
+def test_values_that_are_rounded_are_told(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from trine.optim.runtime.checkpoints import load_model
+
+    zero_cases.made_engine({}).load(saved)
+    assert "rounded" not in caplog.text
+    model = optim_cases.small_gpt().bfloat16()
+    load_model(saved, model)
+    assert "are rounded to the model's type" in caplog.text and "bfloat16 here" in caplog.text
 
 
 def test_loading_inside_a_step_that_was_taken(saved: Path) -> None:

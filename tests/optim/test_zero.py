@@ -338,10 +338,11 @@ def test_models_and_optimizers_that_cannot_be_sharded(two_ranks: RankPool) -> No
         "2 of the optimizer's parameters are not the model's",
         "ZeroRedundancyOptimizer",
         "factors",
+        "nothing is without elements",
     )
     for answers in two_ranks.run("zero_cases:refused_models"):
         for said, word in zip(answers, words, strict=True):
-            assert "zero.stage = 1" in said and word in said, said
+            assert "zero.stage = " in said and word in said, said
 
 
 def test_wrappers_with_what_would_be_lost(two_ranks: RankPool) -> None:

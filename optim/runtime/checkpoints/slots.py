@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
 __all__ = ["Slot", "Slots", "empty_slots", "put_masters", "put_slots", "require_fitting", "require_no_others"]
+
+logger = logging.getLogger("trine")
 
 
 class Slot(NamedTuple):
@@ -53,6 +56,26 @@ def require_fitting(source: object, wanted: Mapping[str, torch.Tensor], saved: M
                 f"{source} is of another model: {key.partition('/')[2]} is {_shape(saved[key])} there and "
                 f"{tuple(target.shape)} here"
             )
+    _tell_of_rounding(source, wanted, saved)
+
+
+def _tell_of_rounding(source: object, wanted: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+    rounded = [
+        (key, _dtype(saved[key]), target.dtype)
+        for key, target in wanted.items()
+        if target.dtype.is_floating_point
+        and torch.promote_types(_dtype(saved[key]), target.dtype) != target.dtype
+    ]
+    if rounded:
+        key, there, here = rounded[0]
+        logger.warning(
+            "%s: %d tensors are rounded to the model's type (%s: %s there, %s here)",
+            source,
+            len(rounded),
+            key.partition("/")[2],
+            str(there).removeprefix("torch."),
+            str(here).removeprefix("torch."),
+        )
 
 
 def require_no_others(source: object, wanted: set[str], saved: Mapping[str, Any]) -> None:
