@@ -219,7 +219,7 @@ class Conditions:
 def _measured(found: _Constants, measured: Mapping[str, float]) -> _Constants:
     """A family's or a kind's constants, and before them those that were measured on this very device or link."""
     names = {each.name for each in fields(found)}
-    own = {name: value for name, value in measured.items() if name in names}
+    own: dict[str, Any] = {name: value for name, value in measured.items() if name in names}
     return replace(found, **own, provenance="measured on this machine") if own else found
 
 

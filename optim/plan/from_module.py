@@ -80,7 +80,7 @@ def workload_of_module(module: Any, *, sequence: int, name: str = "", **known: A
             f"{type(module).__name__} is no module: give the model itself, or a file that describes it"
         )
     name = name or type(module).__name__
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     written = config.to_dict() if hasattr(config, "to_dict") else {}
     if isinstance(written, dict) and str(written.get("model_type")) in known_model_types():
         found = workload_from_config(
@@ -170,7 +170,7 @@ def _from_structure(module: Any, sequence: int, name: str, known: Mapping[str, A
 
 def _mixture(
     module: Any, mixtures: list[_Block], dense: int, name: str, known: Mapping[str, Any]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     if not mixtures:
         return {}
     picked = known.get("experts_per_token") or _number(module, list(module.modules()), _PICKED)
@@ -227,7 +227,7 @@ def _is_table(module: Any, label: str) -> bool:
 
 
 def _narrowest(block: Any) -> int:
-    return min(min(parameter.shape) for parameter in block.parameters() if len(parameter.shape) == 2)
+    return min(int(min(parameter.shape)) for parameter in block.parameters() if len(parameter.shape) == 2)
 
 
 def _matrices(block: Any) -> Iterator[_Matrix]:
