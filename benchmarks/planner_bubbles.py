@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trine.optim.plan import Bandwidth, Cluster, Layouts, Link, Workload
 from trine.optim.plan.collectives import point_to_point_s
 from trine.optim.plan.columns import Conditions, Sizes
-from trine.optim.plan.constants import device_constants, stack_named
+from trine.optim.plan.constants import stack_named
 from trine.optim.plan.devices import device_named
 from trine.optim.plan.operators import layer_times
 from trine.optim.plan.schedules import Shape, Work, order_of
@@ -74,6 +75,8 @@ PROFILE: Mapping[tuple[int, int, int], tuple[float, float, float, float]] = {
 #: Heads by hidden size (table 3 of the paper); else of 128 elements.
 HEADS = {2304: 24, 4096: 32, 5120: 40, 6144: 48}
 VOCABULARY = 50304
+#: Shares of the best matmul's rate and of the memory's that a fit tries.
+SHARES = tuple(product(np.arange(0.7, 1.1, 0.02).tolist(), np.arange(0.4, 1.3, 0.05).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +160,17 @@ def _cluster(ranks: int) -> Cluster:
     )
 
 
-@lru_cache(maxsize=4096)
-def stage_s(
-    row_size: tuple[int, int, int, int], heads: int, matmul: float | None = None, memory: float | None = None
-) -> tuple[float, float, float]:
-    """Seconds of F, B and W of the mean stage, embedding and head among them.
+@lru_cache(maxsize=64)
+def stages_s(
+    size: tuple[int, int, int, int], heads: int, shares: tuple[tuple[float, float], ...] = ()
+) -> npt.NDArray[np.float64]:
+    """Seconds of F, B and W of the mean stage, embedding and head among them: a row for each (matmul, memory) of ``shares``,
+    one by the package's constants where there are none.
 
     Attention's scores lie in memory, element-wise kernels are not joined, and dropout is on, as the paper's count of
     activations (34 sbh + 5 as²b) has it.
     """
-    layers, hidden, ranks, micro_batch = row_size
+    layers, hidden, ranks, micro_batch = size
     workload = Workload(
         name="published",
         layers=layers,
@@ -178,18 +182,19 @@ def stage_s(
         learned_positions=True,
         dropout=True,
     )
-    cluster = _cluster(ranks)
-    constants = device_constants(cluster.device.family)
-    if matmul is not None and memory is not None:
-        constants = replace(constants, matmul=matmul, memory=memory)
     stack = stack_named("Megatron-LM").with_traits(fused_attention=False, fused=False)
-    layouts = Layouts.of(pipeline=ranks, micro_batch=micro_batch, microbatches=ranks)
-    times = layer_times(Sizes.of(workload), Conditions.of(cluster, stack, constants), layouts)
-    found = []
+    conditions = Conditions.of(_cluster(ranks), stack)
+    if shares:
+        matmul, memory = np.array(shares).T
+        conditions = replace(conditions, matmul=matmul, memory=memory)
+    layouts = Layouts.of(pipeline=ranks, micro_batch=micro_batch, microbatches=[ranks] * max(len(shares), 1))
+    times = layer_times(Sizes.of(workload), conditions, layouts)
+    columns = []
     for name in ("forward_s", "input_s", "weight_s"):
         ends = getattr(times.head, name) + getattr(times.embedding, name)
-        found.append(float((getattr(times.dense, name) * layers + ends)[0]) / ranks)
-    return found[0], found[1], found[2]
+        column = (getattr(times.dense, name) * layers + ends) / ranks
+        columns.append(np.broadcast_to(column, (len(layouts),)))
+    return np.stack(columns, axis=1)
 
 
 def package_message_s(row: Row) -> float:
@@ -214,20 +219,17 @@ def fit(rows: Sequence[Row]) -> Machine:
             profiles.setdefault(row.size, []).append(profiled)
     means = {size: np.mean(lines, axis=0) / 1e6 for size, lines in profiles.items()}
 
-    def ratios(matmul: float, memory: float) -> Any:
-        """Logarithms of profiled over modelled F, B and W, a row a model."""
-        modelled = [stage_s(size, of[size].heads, matmul, memory) for size in means]
-        return np.log(np.array([mean[:3] for mean in means.values()]) / np.array(modelled))
-
-    def loss(pair: tuple[float, float]) -> float:
-        found = ratios(*pair)
-        return float(np.square(found[:, ::2]).sum() + np.square(found[:, 1] - found[:, 1].mean()).sum())
-
-    matmul, memory = min(product(np.arange(0.7, 1.1, 0.02), np.arange(0.4, 1.3, 0.05)), key=loss)
-    by_input = np.exp(ratios(matmul, memory)[:, 1].mean())
+    # Logarithms of profiled over modelled: (models, shares, F B W).
+    ratios = np.stack(
+        [np.log(mean[:3] / stages_s(size, of[size].heads, SHARES)) for size, mean in means.items()]
+    )
+    inputs = ratios[..., 1].mean(axis=0)
+    loss = np.square(ratios[..., ::2]).sum(axis=(0, 2)) + np.square(ratios[..., 1] - inputs).sum(axis=0)
+    best = int(np.argmin(loss))
+    matmul, memory = SHARES[best]
     sizes = np.array([of[size].message_bytes for size in means])
     slope, latency = np.polyfit(sizes, [mean[3] for mean in means.values()], 1)
-    return Machine(float(matmul), float(memory), float(by_input), float(latency), float(1 / slope))
+    return Machine(matmul, memory, float(np.exp(inputs[best])), float(latency), float(1 / slope))
 
 
 # --- rates ------------------------------------------------------------------------------------------------
@@ -257,15 +259,18 @@ def score(rows: Sequence[Row]) -> list[Scored]:
     }
     found = []
     for row in rows:
-        rates = {"package": rate_of(row, stage_s(row.size, row.heads), package_message_s(row))}
+        by_package = stages_s(row.size, row.heads)[0].tolist()
+        rates = {
+            "package": rate_of(row, (by_package[0], by_package[1], by_package[2]), package_message_s(row))
+        }
         profiled = PROFILE.get((row.hidden, row.ranks, row.microbatches))
         if profiled is not None:
             given = [each / 1e6 for each in profiled]
             rates["profiled"] = rate_of(row, (given[0], given[1], given[2]), given[3])
         if row.size in machines:
             machine = machines[row.size]
-            forward, by_input, by_weight = stage_s(row.size, row.heads, machine.matmul, machine.memory)
-            times = forward, by_input * machine.by_input, by_weight
+            of_stage = stages_s(row.size, row.heads, ((machine.matmul, machine.memory),))[0].tolist()
+            times = of_stage[0], of_stage[1] * machine.by_input, of_stage[2]
             message = machine.latency_s + row.message_bytes / machine.bytes_per_s
             rates["dimensions"] = rate_of(row, times, message)
         found.append(Scored(row, rates))

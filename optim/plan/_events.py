@@ -59,7 +59,7 @@ class Program:
         task = len(self.seconds)
         self.seconds.append(seconds)
         self.kinds.append(kind)
-        self.ranks.append(tuple(rank for rank, _ in streams))
+        self.ranks.append(tuple([rank for rank, _ in streams]))
         self.followers.append([])
         self.awaited.append(0)
         for stream in streams:

@@ -1,0 +1,77 @@
+"""Published bubble rates, scored as ``benchmarks/planner_bubbles.py`` does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "planner_bubbles.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("planner_bubbles", BENCHMARK)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_profiled_times_give_the_published_rates(tables: Path, benchmark_module: ModuleType) -> None:
+    """Eight ranks: hand-made orders to a hundredth of a point; interleaved, whose messages the authors count only for the first
+    micro-batch of a round, and the automatic schedule, whose orders are searched, to half a point."""
+    rows = benchmark_module.read_rows(tables / "zero_bubble_rates_table5.csv")
+    rows = [row for row in rows if row.ranks == 8 and row.microbatches <= 32]
+    assert len({row.schedule for row in rows}) == 6
+    for row in rows:
+        forward, by_input, by_weight, message = (
+            each / 1e6 for each in benchmark_module.PROFILE[row.hidden, row.ranks, row.microbatches]
+        )
+        found = benchmark_module.rate_of(row, (forward, by_input, by_weight), message)
+        exact = row.schedule in ("1F1B", "ZB-H1", "ZB-H2", "ZB-1p")
+        assert found == pytest.approx(row.rate, abs=1e-4 if exact else 5e-3), row
+
+
+def test_times_from_dimensions_give_them_within_a_point(tables: Path, benchmark_module: ModuleType) -> None:
+    """Constants come from the other three models; the model at hand is known by its dimensions alone."""
+    rows = benchmark_module.read_rows(tables / "zero_bubble_rates_table5.csv")
+    least = {row.hidden: min(each.microbatches for each in rows if each.hidden == row.hidden) for row in rows}
+    quick = {"ZB-H1", "1F1B"}
+    chosen = [
+        row
+        for row in rows
+        if row.microbatches == least[row.hidden]
+        and row.schedule in (quick if row.ranks > 8 else benchmark_module.NAMES)
+    ]
+    scored = benchmark_module.score(chosen)
+    assert len(scored) == 12
+    for each in scored:
+        assert abs(each.error("dimensions")) <= benchmark_module.POINT, each
+
+
+@pytest.mark.slow
+def test_every_row_is_within_a_point(
+    tables: Path, benchmark_module: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = tables / "zero_bubble_rates_table5.csv"
+    assert benchmark_module.main(["--rates", str(rates), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["summary"]
+    for way in ("profiled", "dimensions"):
+        assert found[way]["within_a_point"] == found[way]["rows"] == 72
+
+
+def test_a_file_of_something_else_is_refused_in_a_line(
+    tmp_path: Path, benchmark_module: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit) as caught:
+        benchmark_module.main(["--rates", str(other)])
+    assert caught.value.code == 2
+    assert "holds no bubble rates" in capsys.readouterr().err
