@@ -43,7 +43,7 @@ _NOISE = frozenset(
     ]
 )
 #: Memory technologies, power limits, and counts as in "8x".
-_NOISE_PATTERN = re.compile(r"hbm\d?e?|\d+w|\d+x")
+_NOISE_PATTERN = re.compile(r"hbm\d?e?|\d+w|\d+x|[x×]")
 _MEMORY = re.compile(r"\b(\d+) ?gi?b?\b")
 #: A stated size within this share of the nominal one means it: 94 or 96 GB, 180 or 192 GB.
 _MEMORY_TOLERANCE = 0.08
@@ -114,13 +114,22 @@ def _device(peaks: Peaks, note: str = "") -> Device:
 
 def _rows_of(text: str) -> tuple[list[DeviceFacts], bool]:
     """Rows that fit a name as people write it, the meant one first; whether memory was assumed."""
-    name = re.sub(r"\([^)]*\)|™|®", " ", text.casefold())
-    words = re.sub(r"[\s_/,-]+", " ", name).strip()
-    memory = _MEMORY.search(words)
-    words = _MEMORY.sub(" ", words)
-    kept = [word for word in words.split() if word not in _NOISE and not _NOISE_PATTERN.fullmatch(word)]
-    plain = re.sub(r"^(dgx|hgx) (?=[a-z])", "", " ".join(kept))
-    rows = [row for row in _table() if row.pattern.fullmatch(plain)]
+    rows: list[DeviceFacts] = []
+    memory = None
+    # What stands in brackets is the device's form, or where it stands: with it first, and then without.
+    for name in (re.sub(r"[()]", " ", text), re.sub(r"\([^)]*\)", " ", text)):
+        words = re.sub(r"[\s_/,™®-]+|(?<=\d)[x×](?=[a-z])", " ", name.casefold()).strip()
+        memory = _MEMORY.search(words)
+        kept = [
+            word
+            for word in _MEMORY.sub(" ", words).split()
+            if word not in _NOISE and not _NOISE_PATTERN.fullmatch(word)
+        ]
+        plain = re.sub(r"^\d+ (?=[a-z])|\b(?:dgx|hgx) (?=[a-z])", "", " ".join(kept))
+        plain = re.sub(r"^\d+ (?=[a-z])|\b(?:dgx|hgx) (?=[a-z])", "", plain)
+        rows = [row for row in _table() if row.pattern.fullmatch(plain)]
+        if rows:
+            break
     if memory is None or not rows:
         return rows, len(rows) > 1
     sizes = {peaks.name: (peaks.memory_bytes or 0) / 2**30 for peaks in all_peaks()}

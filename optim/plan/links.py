@@ -27,7 +27,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
     (r"\befa\b|\bsrd\b", "efa"),
     (r"\broce", "roce"),
     (r"infiniband|\bib\b|\b[sdqefhnx]dr\d*\b|\bhca", "infiniband"),
-    (r"slingshot|ethernet|\bgbe\b|\btcp\b", "ethernet"),
+    (r"slingshot|ethernet|gbe\b|\btcp\b", "ethernet"),
     (r"pcie?\b|pci-?e", "pcie"),
     (r"shared-?memory|\bshm\b", "shared-memory"),
 )
@@ -63,6 +63,8 @@ _PREFIXES = {"m": 1e6, "g": 1e9, "t": 1e12}
 _WHOLE_NODE = re.compile(r"(?:per|/|a|of a|each)? ?\b(?:node|server|host|machine)\b", re.IGNORECASE)
 _BOTH_DIRECTIONS = re.compile(r"bi-?dir|both directions|total|aggregate", re.IGNORECASE)
 _ONE_DEVICE = re.compile(r"(?:per|/|a|each) ?(?:gpu|device|chip|accelerator|rank)", re.IGNORECASE)
+#: Bytes a second that no device has towards other nodes by itself: adapters of 800 Gb/s are the fastest.
+_MOST_OF_A_DEVICE = 101e9
 _REDUCES = re.compile(r"\bsharp|\bnvls\b|in-switch", re.IGNORECASE)
 
 
@@ -95,7 +97,7 @@ def link_of(
         )
     usual = _usual(device, between)
     kind = next((kind for pattern, kind in _KINDS if re.search(pattern, text, re.IGNORECASE)), None)
-    bandwidth = _bandwidth_of(text, device, devices_per_node)
+    bandwidth = _bandwidth_of(text, device, devices_per_node, between)
     note = ""
     if bandwidth is None:
         if usual is None or device is None:
@@ -140,8 +142,10 @@ def _usual(device: Device | None, between: bool) -> Link | None:
         return None
 
 
-def _bandwidth_of(text: str, device: Device | None, devices_per_node: int | None) -> Bandwidth | None:
-    rates = _rates(text)
+def _bandwidth_of(
+    text: str, device: Device | None, devices_per_node: int | None, between: bool
+) -> Bandwidth | None:
+    rates = _rates(text, between)
     said = next((rate for rate in rates if rate.of_device), None)
     if said is not None:
         return Bandwidth(said.bytes_per_s)
@@ -154,7 +158,8 @@ def _bandwidth_of(text: str, device: Device | None, devices_per_node: int | None
         if found := re.search(pattern, text, re.IGNORECASE):
             counted = re.search(r"(\d+) ?[x×] ?$", text[: found.start()])
             value = bytes_per_s * (int(counted[1]) if counted else 1)
-            return Bandwidth(value / (_node(text, device, devices_per_node) if _is_of_node(text) else 1))
+            of_node = _is_of_node(text) or (between and counted is not None and not _ONE_DEVICE.search(text))
+            return Bandwidth(value / (_node(text, device, devices_per_node) if of_node else 1))
     return None
 
 
@@ -174,7 +179,8 @@ def _is_of_node(text: str) -> bool:
     return re.search(r"(?:per|/|a) ?(?:node|server|host)\b", text, re.IGNORECASE) is not None
 
 
-def _rates(text: str) -> list[_Rate]:
+def _rates(text: str, between: bool) -> list[_Rate]:
+    """All rates of a text. Between nodes, several adapters are a node's, and so is what no device has alone."""
     found = []
     for match in _RATE.finditer(text):
         after = match["after"]
@@ -183,9 +189,11 @@ def _rates(text: str) -> list[_Rate]:
             value /= 8
         if _BOTH_DIRECTIONS.search(after):
             value /= 2
-        found.append(
-            _Rate(value, _WHOLE_NODE.search(after) is not None, _ONE_DEVICE.search(after) is not None)
-        )
+        of_device = _ONE_DEVICE.search(after) is not None
+        of_node = _WHOLE_NODE.search(after) is not None
+        if between and not of_device and not re.search(r"\bici\b|torus|nvl", text, re.IGNORECASE):
+            of_node = of_node or match["count"] is not None or value > _MOST_OF_A_DEVICE
+        found.append(_Rate(value, of_node, of_device))
     return found
 
 

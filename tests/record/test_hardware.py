@@ -31,6 +31,8 @@ TERA = 1e12
         ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40GB", "bf16", 312),
         ("NVIDIA H100 80GB HBM3", "H100 SXM5 80GB", "bf16", 989.4),
         ("NVIDIA H100 PCIe", "H100 PCIe", "bf16", 756),
+        ("NVIDIA H800", "H800 SXM5 80GB", "bf16", 989.4),
+        ("NVIDIA A800-SXM4-80GB", "A800 SXM4 80GB", "bf16", 312),
         ("NVIDIA H100 NVL", "H100 NVL", "bf16", 835),
         ("NVIDIA H200", "H200 SXM", "fp8", 1978.9),
         ("NVIDIA H200 NVL", "H200 NVL", "bf16", 835.5),

@@ -29,7 +29,15 @@ from trine.record.errors import UsageError
         ("200Gb/s HDR IB (8 HCA/node)", 25, "infiniband"),
         ("200 Gbps InfiniBand", 25, "infiniband"),
         ("HDR InfiniBand", 25, "infiniband"),
-        ("2x HDR", 50, "infiniband"),
+        ("4x HDR", 12.5, "infiniband"),  # adapters of a node
+        ("2x HDR per GPU", 50, "infiniband"),
+        ("8x200Gb/s HDR IB", 25, "infiniband"),
+        ("4 x EDR InfiniBand", 6.25, "infiniband"),
+        ("InfiniBand 3.2 Tb/s", 50, "infiniband"),  # no device has that alone
+        ("800Gb/s XDR", 100, "infiniband"),
+        ("EFA 400 Gbps/node", 6.25, "efa"),
+        ("100GbE", 12.5, "ethernet"),
+        ("NVLink 600GB/s total", 300, "nvlink"),
         ("400Gb/s NDR IB", 50, "infiniband"),
         ("NDR200", 25, "infiniband"),
         ("200Gb/s RoCE", 25, "roce"),
