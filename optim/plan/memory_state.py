@@ -1,0 +1,228 @@
+"""Bytes that live between steps: parameters, gradients and the optimizer's state of each stage's rank, and where they lie.
+
+Rajbhandari et al. 2020 (ZeRO, section 5), Ψ elements a rank before sharding over N, half precision with 32-bit masters:
+
+    stage 0    2Ψ + gΨ + 12Ψ            stage 2    2Ψ + (g + 12)Ψ/N
+    stage 1    2Ψ + gΨ + 12Ψ/N          stage 3    (2 + g + 12)Ψ/N, and what is gathered
+
+g: 2 in the paper; software sums gradients in 4 bytes, or in 4 beside 2. Experts have their own data group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trine.optim.plan.columns import Column
+from trine.optim.plan.constants import Stack
+from trine.optim.plan.layouts import Layouts
+from trine.optim.plan.memory_activations import element_bytes
+from trine.optim.plan.memory_traits import MemoryTraits
+from trine.optim.plan.stages import stage_layers
+from trine.optim.plan.workload import Workload
+
+__all__ = ["Places", "State", "places_of", "state_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Ranks of a pipeline that may hold most: the first, the second and the last. Arrays (3, layouts).
+
+    ``rank``: its place; ``first`` and ``last``: whether it has the embedding, the head; ``layers`` and ``mixture``: how many it has,
+    and how many of them are of experts.
+    """
+
+    rank: Column
+    first: Column
+    last: Column
+    layers: Column
+    mixture: Column
+
+    @property
+    def dense(self) -> Column:
+        """Layers that are not of experts."""
+        return self.layers - self.mixture
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes of each place, arrays (3, layouts), on the device; ``hosted`` etc.: of a rank, elsewhere.
+
+    ``gathers``: around a layer's backward; ``head_gathers``: around the loss's. ``temporary``: at the step. ``away``: bytes of a
+    rank by tier (``cpu``, ``nvme``, ``remote``).
+    """
+
+    parameters: Column
+    gradients: Column
+    optimizer: Column
+    temporary: Column
+    gathers: Column
+    head_gathers: Column
+    elements: Column
+    away: dict[str, Column]
+
+
+def places_of(workload: Workload, layouts: Layouts) -> Places:
+    """The three ranks of every layout; with one or two stages they repeat each other."""
+    pipeline = layouts["pipeline"].astype(np.float64)
+    rank = np.stack([0 * pipeline, np.minimum(1, pipeline - 1), pipeline - 1])
+    folded = layouts.is_kind("schedule", "zb-v", "dualpipe-v") & (pipeline > 1)
+    first = (rank == 0).astype(np.float64)
+    end = (rank == pipeline - 1).astype(np.float64)
+    last = np.where(folded, first, end)
+    middle, ends = stage_layers(workload.layers, pipeline)
+    layers = np.where((first + end) > 0, ends, middle)
+    if not workload.is_mixture:
+        return Places(rank, first, last, layers, np.zeros_like(layers))
+    # The first layers are the dense ones.
+    before = np.where(rank == 0, 0.0, ends + (rank - 1) * middle)
+    dense = np.clip(workload.dense_layers - before, 0, layers)
+    return Places(rank, first, last, layers, layers - dense)
+
+
+def state_of(
+    workload: Workload,
+    stack: Stack,
+    traits: MemoryTraits,
+    layouts: Layouts,
+    places: Places,
+    *,
+    frozen: bool = False,
+) -> State:
+    """Of every layout and place. ``frozen``: weights are not trained, and neither have gradients nor state."""
+    shared, experts = _elements(workload, stack, layouts, places)
+    stage = np.maximum(layouts["zero_stage"], float(stack.split_optimizer))
+    ranks = layouts.shard_ranks.astype(np.float64)
+    wider = np.ones_like(ranks) if stack.expert_tensor else layouts["tensor"]
+    expert_ranks = np.maximum(ranks * wider / layouts["expert"], 1.0)
+    weight, gradient, optimizer = _element_bytes(traits, layouts)
+
+    def held(bytes_each: Column, from_stage: int) -> Column:
+        split = stage >= from_stage
+        return np.asarray(
+            bytes_each * (shared / np.where(split, ranks, 1.0) + experts / np.where(split, expert_ranks, 1.0))
+        )
+
+    trained = 0.0 if frozen else 1.0
+    if frozen:
+        weight = np.minimum(weight, element_bytes(layouts))
+    sizes = {
+        "parameter_offload": held(weight, 3),
+        "gradients": trained * held(gradient, 2),
+        "optimizer_offload": trained * held(optimizer, 1),
+    }
+    cached = np.where(layouts.is_kind("precision", "fp8"), traits.fp8_weight_bytes, 0.0) * (shared + experts)
+    if not traits.masters:
+        # Half-precision copies that autocast keeps through a step where FSDP does not gather them.
+        copies = (stage < 3) & (weight > element_bytes(layouts))
+        cached = cached + np.where(copies, element_bytes(layouts) * (shared + experts), 0.0)
+    gathers, head_gathers = _gathers(workload, traits, layouts, places, stage, shared + experts, trained)
+    away, parameters, optimizer_bytes, gradients = _offloaded(layouts, sizes)
+    step = trained * held(np.full(len(layouts), traits.step_bytes), 1)
+    return State(
+        parameters=parameters + cached,
+        gradients=gradients,
+        optimizer=optimizer_bytes,
+        temporary=np.where(layouts["optimizer_offload"] > 0, 0.0, step),
+        gathers=gathers,
+        head_gathers=head_gathers,
+        elements=shared + experts,
+        away=away,
+    )
+
+
+def _element_bytes(traits: MemoryTraits, layouts: Layouts) -> tuple[Column, Column, Column]:
+    """Of weights, gradients and optimizer state."""
+    wide = element_bytes(layouts) == 4.0
+    shorter = layouts.is_kind("precision", "fp16") | (layouts["zero_stage"] >= 2)
+    if not traits.masters:
+        four = np.full(len(layouts), 4.0)
+        return four, four, 2 * four
+    gradient = np.where(shorter, traits.fp16_gradient_bytes, traits.bf16_gradient_bytes)
+    return (
+        np.where(wide, 4.0, 2.0),
+        np.where(wide, 4.0, gradient),
+        np.where(wide, 8.0, 12.0),
+    )
+
+
+def _elements(workload: Workload, stack: Stack, layouts: Layouts, places: Places) -> tuple[Column, Column]:
+    """Of each place: what all data ranks have, and experts. A tied table lies on the first rank and, once more, on the last."""
+    tensor = layouts["tensor"].astype(np.float64)
+    norms = workload.norm_parameters
+    rest = workload.layer_parameters(mixture=False) - norms
+    shared = places.dense * (rest / tensor + norms)
+    experts = np.zeros_like(shared)
+    if workload.is_mixture:
+        routed = workload.experts * workload.expert_parameters
+        beside = workload.layer_parameters(mixture=True) - routed - norms
+        shared = shared + places.mixture * (beside / tensor + norms)
+        ways = np.minimum(layouts["expert"], workload.experts) * (tensor if stack.expert_tensor else 1.0)
+        experts = places.mixture * routed / ways
+    table = workload.embedding_parameters / tensor
+    alone = layouts["pipeline"] == 1
+    own_head = workload.vocab * workload.hidden / tensor
+    both = alone | (places.first * places.last > 0)
+    head = np.where(both & workload.tied_embeddings, 0.0, own_head)
+    outside = places.first * (table + workload.other_parameters / tensor)
+    return shared + outside + places.last * (head + workload.final_norm_parameters), experts
+
+
+def _gathers(
+    workload: Workload,
+    traits: MemoryTraits,
+    layouts: Layouts,
+    places: Places,
+    stage: Column,
+    elements: Column,
+    trained: float,
+) -> tuple[Column, Column]:
+    """Under ZeRO 3: blocks in use and ahead, with a block's whole gradients in both precisions; embedding and head around the loss.
+
+    A pipeline keeps its stage gathered over the micro-batches of a step.
+    """
+    tensor = layouts["tensor"].astype(np.float64)
+    mixture = workload.mixture_layers > 0
+    routed = workload.experts * workload.expert_parameters if mixture else 0
+    layer = (workload.layer_parameters(mixture=mixture) - routed) / tensor + routed / layouts["expert"]
+    tables = 0 if workload.tied_embeddings else workload.vocab * workload.hidden
+    outside = (places.first * workload.embedding_parameters + places.last * tables) / tensor
+    half = element_bytes(layouts)
+    ahead = np.minimum(layer * (1 + traits.prefetch), places.layers * layer)
+    if traits.live_parameters:
+        ahead = np.maximum(ahead, np.minimum(traits.live_parameters, elements))
+    blocks = np.where(layouts["pipeline"] > 1, places.layers * layer, ahead) + outside
+    backward = half * blocks + trained * half * (
+        layer + places.last * workload.vocab * workload.hidden / tensor
+    )
+    loss = half * (np.where(layouts["pipeline"] > 1, places.layers * layer, layer) + outside)
+    on = (stage >= 3) | (layouts["parameter_offload"] > 0)
+    return np.where(on, backward, 0.0), np.where(on, loss, 0.0)
+
+
+def _offloaded(
+    layouts: Layouts, sizes: dict[str, Column]
+) -> tuple[dict[str, Column], Column, Column, Column]:
+    """Bytes by tier of a rank, and what stays: parameters, optimizer state, gradients.
+
+    Gradients leave with the optimizer's state, whose update reads them (ZeRO-Offload, Ren et al. 2021), where they are sharded; else
+    the device sums them and sends them at the step.
+    """
+    stage = layouts["zero_stage"]
+    optimizer_tier, parameter_tier = layouts["optimizer_offload"], layouts["parameter_offload"]
+    gone = (optimizer_tier > 0) & (stage >= 2)
+    gradients = np.where(gone, 0.0, sizes["gradients"])
+    away: dict[str, Column] = {}
+    for code, tier in ((1, "cpu"), (2, "nvme"), (3, "remote")):
+        own = np.where(optimizer_tier == code, sizes["optimizer_offload"], 0.0)
+        own = own + np.where(parameter_tier == code, sizes["parameter_offload"], 0.0)
+        away[tier] = own
+    # Gradients pass through the host's memory whichever tier the state lies in.
+    away["cpu"] = away["cpu"] + np.where(optimizer_tier > 0, sizes["gradients"], 0.0)
+    return (
+        away,
+        np.where(parameter_tier > 0, 0.0, sizes["parameter_offload"]),
+        np.where(optimizer_tier > 0, 0.0, sizes["optimizer_offload"]),
+        gradients,
+    )
