@@ -18,7 +18,9 @@ from trine.optim.plan.cluster import Cluster
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.constants import Stack, spread
 from trine.optim.plan.layouts import Layouts
+from trine.optim.plan.memory import MemoryEstimate, memory_of
 from trine.optim.plan.operators import LayerTimes, Pass, layer_times
+from trine.optim.plan.stages import stage_layers
 from trine.optim.plan.traffic import Traffic, traffic_of
 from trine.optim.plan.waits import Waits, waits_of
 from trine.optim.plan.workload import Convention, Workload
@@ -57,8 +59,8 @@ def _longer(host_s: Column, device_s: Column) -> Column:
 class Estimates:
     """Predictions, a row a layout. ``parts``: seconds a step by name, which sum to ``step_s``.
 
-    ``low_s`` to ``high_s``: where nine of ten runs that no fit had seen lay. ``stack``: the software they are for; the same
-    inputs under another differ by a quarter and more.
+    ``low_s`` to ``high_s``: where nine of ten runs that no fit had seen lay. ``stack``: the software they are for (``software``, with its
+    traits); the same inputs under another differ by a quarter and more.
     """
 
     layouts: Layouts
@@ -69,6 +71,13 @@ class Estimates:
     step_s: Column
     low_s: Column
     high_s: Column
+    software: Stack
+    frozen: bool = False
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """What each layout needs of a device's memory, computed when it is asked for."""
+        return memory_of(self.workload, self.cluster, self.software, self.layouts, frozen=self.frozen)
 
     @property
     def tokens_per_s(self) -> Column:
@@ -100,6 +109,8 @@ def predict(
         step_s=step_s,
         low_s=step_s * known.low,
         high_s=step_s * known.high,
+        software=stack,
+        frozen=frozen,
     )
 
 
@@ -147,7 +158,7 @@ def _ranks(
     times = layer_times(sizes, conditions, layouts)
     traffic = traffic_of(sizes, conditions, layouts, times, waits or waits_of(sizes, conditions, layouts))
     layer = _Layer.of(sizes, conditions, layouts, times, traffic)
-    middle_layers, end_layers = _layers(sizes, layouts)
+    middle_layers, end_layers = stage_layers(sizes.layers, layouts["pipeline"])
     ends = layer.rank(end_layers)
     embedding, head = _trained(times.embedding, sizes), _trained(times.head, sizes)
     found = RankTimes(
@@ -213,17 +224,6 @@ def _trained(block: Pass, sizes: Sizes) -> Pass:
         block.scores_s,
         block.kernels,
     )
-
-
-def _layers(sizes: Sizes, layouts: Layouts) -> tuple[Column, Column]:
-    """Layers of a middle rank, and of the first and last, which have one fewer where that makes all even."""
-    pipeline = layouts["pipeline"].astype(np.float64)
-    even = sizes.layers % pipeline == 0
-    spared = (sizes.layers + 2) % pipeline == 0
-    most = np.ceil(sizes.layers / pipeline)
-    middle = np.where(even, sizes.layers / pipeline, np.where(spared, (sizes.layers + 2) / pipeline, most))
-    ends = np.where(even, middle, np.maximum(middle - 1, 1))
-    return middle, np.where(pipeline == 1, sizes.layers, ends)
 
 
 @dataclass(frozen=True, slots=True)
