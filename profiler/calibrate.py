@@ -7,6 +7,7 @@ count (:func:`trine.record.hardware.store_calibration`), and stands wherever no 
     matmul      2n³ FLOPs over the best time of C = AB, n from 256 up to what fits the time
     copy        bytes read plus bytes written over the best time of a copy that no cache holds
     all-reduce  T(S) = α + S/β over sizes from 8 B to 16 MiB, least squares of relative errors
+    operations  single products, work on memory and other collectives (calibrate_operations, calibrate_links)
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ import torch
 from trine.record.errors import TrineError
 from trine.record.hardware import Peaks, fit_latency_bandwidth, processor_name
 
+from .calibrate_links import measure_collectives
+from .calibrate_operations import measure_operations
+
 __all__ = [
     "calibrate_all",
     "calibrate_cpu",
     "calibrate_device",
     "fit_latency_bandwidth",
     "measure_all_reduce",
+    "measure_links",
 ]
 
 #: Seconds that one matrix product by one dtype may take, all repetitions together.
@@ -44,7 +49,7 @@ LARGEST_PRODUCT = 16384
 #: A copy of this many bytes; larger than any last-level cache a process is likely to have for itself.
 COPY_BYTES = 256 * 2**20
 ALL_REDUCE_BYTES = tuple(2**exponent for exponent in (3, 10, 14, 17, 20, 22, 24))
-ALL_REDUCE_SECONDS = 60.0
+ALL_REDUCE_SECONDS = 90.0
 
 
 def calibrate_all(
@@ -58,11 +63,14 @@ def calibrate_all(
     found: list[Peaks] = []
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     tell("all-reduce between local ranks")
-    collective = _try(lambda: measure_all_reduce(ranks or max(2, min(devices, 8))), tell) or {}
+    collective, links = _try(lambda: measure_links(ranks or max(2, min(devices, 8))), tell) or ({}, [])
     on_device = collective.get("backend") == "nccl"
     for threads in sorted({1, usable_cores()}):
         tell(f"matrix products and copies on the CPU, {threads} thread{'s' if threads > 1 else ''}")
         measured = calibrate_cpu(threads, {} if on_device else collective)
+        with _threads(threads):
+            operations = measure_operations(torch.device("cpu"))
+        measured = replace(measured, operations=[*operations, *([] if on_device else links)])
         found.append(_at_least(measured, found[0].flops_per_s) if found else measured)
     names: set[str] = set()
     for index in range(devices):
@@ -73,7 +81,12 @@ def calibrate_all(
             used = collective if on_device else {}
             device_peaks = _try(partial(calibrate_device, index, used), tell)
             if device_peaks is not None:
-                found.append(device_peaks)
+                dtypes = tuple(dtype for dtype in ("fp32", "bf16") if dtype in device_peaks.flops_per_s)
+                operations = (
+                    _try(partial(measure_operations, torch.device("cuda", index), dtypes), tell) or []
+                )
+                links_of_it = links if on_device else []
+                found.append(replace(device_peaks, operations=[*operations, *links_of_it]))
     return found
 
 
@@ -141,6 +154,13 @@ def measure_all_reduce(ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS) -> d
     NCCL with a device a rank where there are enough, else gloo with one thread a rank. Raises ``TrineError`` when the
     ranks fail or take longer than ``seconds``; no process outlives the call.
     """
+    return measure_links(ranks, seconds)[0]
+
+
+def measure_links(
+    ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS
+) -> tuple[dict[str, float | int | str], list[dict[str, Any]]]:
+    """:func:`measure_all_reduce`, and single times of other collectives (:mod:`trine.profiler.calibrate_links`)."""
     backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "gloo"
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
@@ -152,7 +172,7 @@ def measure_all_reduce(ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS) -> d
     try:
         for worker in workers:
             worker.start()
-        times = _first_result(results, workers, seconds)
+        times, others = _first_result(results, workers, seconds)
     finally:
         for worker in workers:
             if worker.pid is not None:
@@ -161,13 +181,14 @@ def measure_all_reduce(ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS) -> d
                     worker.kill()
                     worker.join(5)
     alpha, beta = fit_latency_bandwidth(ALL_REDUCE_BYTES, times)
-    return {
+    collective: dict[str, float | int | str] = {
         "operation": "all_reduce",
         "backend": backend,
         "ranks": ranks,
         "alpha_s": alpha,
         "bytes_per_s": beta,
     }
+    return collective, [{"backend": backend, "ranks": ranks, **row} for row in others]
 
 
 def _at_least(peaks: Peaks, single: Mapping[str, float]) -> Peaks:
@@ -251,8 +272,9 @@ def _all_reduce_rank(rank: int, ranks: int, backend: str, port: int, results: An
             device_id=device if backend == "nccl" else None,
         )
         times = [_all_reduce_seconds(size, device) for size in ALL_REDUCE_BYTES]
+        others = measure_collectives(device)
         if rank == 0:
-            results.put((times, None))
+            results.put(((times, others), None))
         distributed.barrier()
         distributed.destroy_process_group()
     except (RuntimeError, OSError, ValueError) as error:  # of anything else the exit code tells
@@ -272,7 +294,9 @@ def _all_reduce_seconds(size: int, device: torch.device) -> float:
     return sorted(times[2:])[len(times[2:]) // 2]
 
 
-def _first_result(results: Any, workers: Sequence[Any], seconds: float) -> list[float]:
+def _first_result(
+    results: Any, workers: Sequence[Any], seconds: float
+) -> tuple[list[float], list[dict[str, Any]]]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -286,7 +310,7 @@ def _first_result(results: Any, workers: Sequence[Any], seconds: float) -> list[
             continue
         if failure:
             raise TrineError(f"the all-reduce was not measured: {failure}")
-        return list(times)
+        return times[0], times[1]
     raise TrineError(
         f"the all-reduce was not measured: {len(workers)} ranks took longer than {seconds:.0f} s"
     )

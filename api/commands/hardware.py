@@ -1,7 +1,7 @@
 """What this machine is: processors, devices, their peaks, and the α–β of its collectives.
 
     trine hardware                what is known: looked up with its source, or measured before
-    trine hardware --calibrate    measure now, in well under half a minute, and keep it
+    trine hardware --calibrate    measure now, in about half a minute, and keep it
 
 Peaks of known devices come from vendors' datasheets. CPUs and unknown devices have none until they are
 measured; utilisation (MFU) and some predictions need them. Both are kept in $TRINE_CACHE, else
@@ -17,7 +17,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -196,9 +196,11 @@ def _memory_bytes() -> int | None:
 
 
 def _calibrate(ranks: int | None) -> None:
+    from trine._calibrate_codecs import codecs_of
     from trine.profiler.calibrate import calibrate_all
 
     for peaks in calibrate_all(ranks, tell=lambda message: _tell(f"measuring {message}")):
+        peaks = replace(peaks, operations=[*peaks.operations, *codecs_of(peaks, ranks or 2)])
         try:
             path = store_calibration(peaks)
         except OSError as error:

@@ -1,0 +1,52 @@
+"""Calibrated operations: every kind is there by dtype and size, and more work takes longer."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trine._calibrate_codecs import NAMES, codecs_of
+from trine.profiler import calibrate, calibrate_operations
+from trine.record.hardware import Peaks
+
+
+def test_operations_are_measured_by_dtype_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate_operations, "SECONDS", 0.0)
+    monkeypatch.setattr(calibrate_operations, "SIDES", (16, 256))
+    monkeypatch.setattr(calibrate_operations, "TOKENS", (16,))
+    monkeypatch.setattr(calibrate_operations, "HEAD_SIZES", (32,))
+    monkeypatch.setattr(calibrate_operations, "ELEMENTS", (2**12, 2**20))
+    rows = calibrate_operations.measure_operations(torch.device("cpu"))
+    assert {row["dtype"] for row in rows} == {"fp32", "bf16"}
+    seconds = {(row["operation"], row["dtype"], tuple(row["shape"])): row["seconds"] for row in rows}
+    assert all(value > 0 for value in seconds.values())
+    assert seconds["product", "fp32", (1, 256, 256, 256)] > seconds["product", "fp32", (1, 16, 16, 16)]
+    for name in ("add", "gelu", "softmax_backward", "layer_norm", "masked_fill", "cast", "transposed_copy"):
+        assert seconds[name, "bf16", (2**20,)] > seconds[name, "bf16", (2**12,)]
+
+
+def test_codecs_send_fewer_bytes_in_the_ratio_of_their_bits() -> None:
+    peaks = Peaks("cpu", {}, None, None, None, "", measured=True, threads=1)
+    before = torch.get_num_threads()
+    rows = {row["dtype"]: row for row in codecs_of(peaks)}
+    assert torch.get_num_threads() == before
+    assert set(rows) == set(NAMES) and all(row["seconds"] > 0 for row in rows.values())
+    assert rows["bf16"]["ratio"] == pytest.approx(2.0)
+    assert rows["int8"]["ratio"] == pytest.approx(4.0, rel=0.05)  # and a scale for 64 codes
+    assert rows["onebit"]["ratio"] > rows["int8"]["ratio"]
+
+
+@pytest.mark.slow
+def test_links_and_the_overlap_are_measured_between_ranks() -> None:
+    collective, rows = calibrate.measure_links(2)
+    assert collective["operation"] == "all_reduce" and float(collective["bytes_per_s"]) > 0
+    assert {row["operation"] for row in rows} == {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "broadcast",
+        "overlap",
+    }
+    assert all(row["ranks"] == 2 and row["backend"] == "gloo" for row in rows)
+    assert 0 <= next(row["slowdown"] for row in rows if row["operation"] == "overlap") <= 1
