@@ -12,6 +12,7 @@ A TOML file has the fields of :class:`trine.optim.plan.Workload`, and may start 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -48,10 +49,11 @@ def workload_of(source: str | Path, *, sequence: int | None = None) -> Workload:
     if sequence is not None and sequence < 1:
         raise UsageError(f"sequence must be at least 1, not {sequence}")
     known = packaged("models.toml")
-    name = str(source).casefold()
     path = Path(source)
-    if name in known and not path.is_file():
-        found = workload_from_table(dict(known[name]), name, name)
+    is_there = path.is_file() or (path / "config.json").is_file()
+    name = None if is_there else _known(str(source))
+    if name is not None:
+        found = workload_from_table(known[name], name, name)
     elif path.is_dir():
         found = _from_config(_config_in(path), sequence)
     elif path.suffix == ".json":
@@ -60,7 +62,7 @@ def workload_of(source: str | Path, *, sequence: int | None = None) -> Workload:
         found = workload_from_table(read_toml(path, "workload"), path.stem, str(path))
     else:
         raise UsageError(
-            f"no model is called {str(source)!r}{near(name, known)} and no file: give a .toml, a config.json, the folder "
+            f"no model is called {str(source)!r}{near(str(source), known)} and no file: give a .toml, a config.json, the folder "
             f"that holds one, or one of {', '.join(known)}"
         )
     return found if sequence is None else found.with_changes(sequence=sequence)
@@ -74,8 +76,9 @@ def model_names() -> tuple[str, ...]:
 def workload_from_table(table: Mapping[str, Any], name: str, where: str) -> Workload:
     """A workload from a file's table; ``where`` begins messages. Raises ``UsageError``."""
     known = {field.name for field in fields(Workload)}
-    check_keys(table, known | {"like", "source"}, where)
-    given = {key: value for key, value in table.items() if key not in ("like", "source")}
+    beside = {"like", "aliases", "source"}
+    check_keys(table, known | beside, where)
+    given = {key: value for key, value in table.items() if key not in beside}
     for key, value in given.items():
         _check(key, value, where)
     if isinstance(given.get("latent"), Mapping):
@@ -93,13 +96,29 @@ def workload_from_table(table: Mapping[str, Any], name: str, where: str) -> Work
     return Workload(**{"name": name, **given})
 
 
+def _known(name: str) -> str | None:
+    """The known model that a name means, also as the Hub spells it ("meta-llama/Llama-3.1-8B-Instruct")."""
+    plain = _plain(name)
+    for known, table in packaged("models.toml").items():
+        if plain in (_plain(known), *(_plain(alias) for alias in table.get("aliases", ()))):
+            return known
+    return None
+
+
+def _plain(name: str) -> str:
+    word = name.rpartition("/")[2].casefold()
+    word = re.sub(r"^(meta|openai)-|-(hf|instruct|chat|base|v0\.\d)(?=-|$)", "", word)
+    return re.sub(r"[^a-z0-9]", "", word)
+
+
 def _base(like: Any, where: str) -> Workload:
     known = packaged("models.toml")
-    if not isinstance(like, str) or like.casefold() not in known:
+    name = _known(like) if isinstance(like, str) else None
+    if name is None:
         raise UsageError(
             f"{where}: no model is called {like!r}{near(str(like), known)}: one of {', '.join(known)}"
         )
-    return workload_from_table(known[like.casefold()], like.casefold(), like.casefold())
+    return workload_from_table(known[name], name, name)
 
 
 def _changed(base: Workload, given: dict[str, Any]) -> Workload:

@@ -61,6 +61,23 @@ def test_every_known_model_says_where_it_is_published() -> None:
         assert workload_of(name.upper()).name == name
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "llama3-8b"),
+        ("meta-llama/Llama-3.1-405B-Instruct", "llama3-405b"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("Qwen2.5-7B", "qwen2_5-7b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
+        ("GPT-3 175B", "gpt3-175b"),
+        ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
+    ],
+)
+def test_names_as_the_hub_spells_them(text: str, name: str) -> None:
+    assert workload_of(text).name == name
+
+
 def test_a_file_has_the_fields_of_a_workload(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
