@@ -52,6 +52,8 @@ class _Run:
         self.shape, self.work, self.share = shape, work, share
         self.patience = patience
         self.limit = max(limit, 1.0)
+        # Times that differ by rounding are one, so that the order does not hang on the last bit.
+        self.alike = 1e-9 * (max(work.forward_s) + max(work.input_s) + max(work.weight_s))
         self.leads = leads
         self.ranks = [_Rank() for _ in range(shape.ranks)]
         self.arrived: dict[tuple[int, int, int], float] = {
@@ -78,22 +80,24 @@ class _Run:
         inputs = self._arrival(place, INPUT, rank.done[INPUT])
         forward = self._arrival(place, FORWARD, rank.done[FORWARD])
         waiting = rank.done[INPUT] - rank.done[WEIGHT]
-        if inputs is not None and inputs <= now:
+        soon = now + self.alike
+        if inputs is not None and inputs <= soon:
             return INPUT
         fits = rank.held + 1 <= self.limit + 1e-9
         # In the warm-up no forward is begun that the first backward would have to wait for.
         due = rank.done[INPUT] > 0 or rank.done[FORWARD] < self.leads[place]
-        if forward is not None and forward <= now and fits and due:
+        if forward is not None and forward <= soon and fits and due:
             return FORWARD
         if not waiting:
             return None
-        soon = [each for each in (inputs, forward if fits else None) if each is not None]
-        if soon and min(soon) - now < self.patience * self.work.weight_s[place]:
+        coming = [each for each in (inputs, forward if fits else None) if each is not None]
+        if coming and min(coming) - now < self.patience * self.work.weight_s[place]:
             return None  # the message's event comes round
         return WEIGHT
 
     def _begin(self, place: int, rank: _Rank, kind: int, now: float) -> None:
         index = rank.done[kind]
+        now = max(now, self._arrival(place, kind, index) or now)
         rank.done[kind] += 1
         if not rank.actions:
             rank.first = now
