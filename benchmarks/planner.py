@@ -25,6 +25,7 @@ from planner_rows import Run, Skipped, read_runs
 
 from trine.optim.plan import Layouts
 from trine.optim.plan.columns import Conditions, Sizes, joined
+from trine.optim.plan.memory import memory_of
 from trine.optim.plan.step import parts_of, predict
 from trine.record.errors import TrineError
 
@@ -100,6 +101,7 @@ def score(runs: Sequence[Run], skipped: Sequence[Skipped]) -> dict[str, Any]:
     }
     medians = [line["step_error_median"] for line in tables.values()]
     tail = [line["step_error_p90"] for line in tables.values()]
+    memory = _memory(runs)
     countable = sum(skip.countable for skip in skipped)
     summary = {
         "rows": len(runs) + len(skipped),
@@ -110,12 +112,38 @@ def score(runs: Sequence[Run], skipped: Sequence[Skipped]) -> dict[str, Any]:
         "step_error_p90_median_of_tables": _quantile(tail, 0.5),
         "step_error_median_pooled": _quantile(errors, 0.5),
         "step_error_p90_pooled": _quantile(errors, 0.9),
+        **memory,
         "coverage": len(timed) / (len(timed) + countable) if timed else 0.0,
         "skipped": dict(Counter(skip.reason for skip in skipped).most_common()),
         "configs_per_minute": round(_speed(timed)) if timed else 0,
         "scaling": _scaling(timed, predicted, measured),
     }
     return {"tables": tables, "summary": summary}
+
+
+def _memory(runs: Sequence[Run]) -> dict[str, Any]:
+    """Error of the peak, median of per-table medians, where one is published; which out-of-memory runs were foreseen."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    foreseen: list[bool] = []
+    false_alarms: list[bool] = []
+    for run in runs:
+        if run.memory_gib is None and not run.oom:
+            continue
+        found = memory_of(run.workload, run.cluster, run.stack, run.layouts, frozen=run.frozen)
+        if run.oom:
+            foreseen.append(not bool(found.fits[0]))
+            continue
+        false_alarms.append(not bool(found.fits[0]))
+        peak = found.peak_bytes if run.memory_is == "used" else found.reserved_bytes
+        errors[run.table].append(abs(float(peak[0]) / ((run.memory_gib or 0.0) * 2**30) - 1))
+    medians = [float(np.median(values)) for values in errors.values()]
+    return {
+        "memory_error_median": _quantile(medians, 0.5),
+        "memory_error_by_table": {table: _quantile(values, 0.5) for table, values in errors.items()},
+        "oom_rows": len(foreseen),
+        "oom_recall": float(np.mean(foreseen)) if foreseen else float("nan"),
+        "oom_false_alarms": float(np.mean(false_alarms)) if false_alarms else float("nan"),
+    }
 
 
 def _positions(keys: Any) -> dict[Any, list[int]]:
@@ -252,6 +280,9 @@ def _print(found: Mapping[str, Any]) -> None:
         if name == "skipped":
             for reason, count in value.items():
                 print(f"skipped {count:5}  {reason}")
+        elif name == "memory_error_by_table":
+            for table, error in value.items():
+                print(f"memory_error_median  {table:34}{error:.1%}")
         elif name != "scaling":
             print(f"{name:32}{value:.4g}" if isinstance(value, float) else f"{name:32}{value:,}")
 

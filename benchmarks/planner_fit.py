@@ -24,7 +24,7 @@ from planner_rows import Run, read_runs
 
 from trine.optim.plan import Layouts
 from trine.optim.plan.columns import Conditions, Sizes
-from trine.optim.plan.constants import DEVICE_CONSTANTS, NETWORK_CONSTANTS, STACK_CONSTANTS
+from trine.optim.plan.constants import DEVICE_CONSTANTS, NETWORK_CONSTANTS, STACK_CONSTANTS, stacks
 from trine.optim.plan.step import parts_of
 from trine.optim.plan.waits import Waits, waits_of
 from trine.record.errors import TrineError
@@ -41,7 +41,7 @@ PRIORS: Mapping[str, tuple[float, float]] = {
     "depth": (64.0, 0.7),
     "attention": (0.6, 0.3),
     "memory": (0.8, 0.15),
-    "launch_s": (18e-6, 0.4),
+    "launch_s": (12e-6, 0.3),
     "skew_s": (60e-6, 1.0),
     "fp8": (0.7, 0.3),
     "inside_bandwidth": (0.95, 0.15),
@@ -73,6 +73,7 @@ class Problem:
     weights: Values
     owners: Mapping[str, npt.NDArray[np.int64]]
     names: tuple[tuple[str, str], ...]
+    parents: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Problem:
@@ -84,6 +85,12 @@ class Problem:
             positions = {name: len(names) + place for place, name in enumerate(sorted(set(owner)))}
             names += [(field, name) for name in positions]
             owners[field] = np.asarray([positions[name] for name in owner])
+        # A stack's constants are expected near its parent's, where the parent has runs.
+        place = {name: position for position, name in enumerate(names)}
+        parents = [
+            place.get((field, stacks()[name].parent) if field in STACK_CONSTANTS else (field, name), position)
+            for position, (field, name) in enumerate(names)
+        ]
         tables = [run.table for run in runs]
         counts = {table: tables.count(table) for table in tables}
         return cls(
@@ -96,7 +103,13 @@ class Problem:
             weights=np.asarray([_SHARE * counts[table] ** -0.75 for table in tables]) ** 0.5,
             owners=owners,
             names=tuple(names),
+            parents=np.asarray(parents),
         )
+
+    def prior(self, theta: Values) -> Values:
+        """Logarithms that constants are expected near: of :data:`PRIORS`, or their parents' own."""
+        own = np.asarray([np.log(PRIORS[field][0]) for field, _ in self.names])
+        return np.where(self.parents == np.arange(len(theta)), own, theta[self.parents])
 
     def log_ratio(self, theta: Values) -> Values:
         """log(predicted/measured) with these logarithms of constants."""
@@ -127,18 +140,13 @@ def _owner(run: Run, field: str) -> str:
 
 def fit(problem: Problem, start: Values, included: npt.NDArray[np.bool_], steps: int = _STEPS) -> Values:
     """Levenberg–Marquardt on the included rows, reweighted for the robust loss."""
-    prior = np.asarray([np.log(PRIORS[field][0]) for field, _ in problem.names])
     spread = np.asarray([PRIORS[field][1] for field, _ in problem.names])
-    tables = max(1, len({run.table for run, use in zip(problem.runs, included, strict=True) if use}))
 
     def loss(theta: Values, ratio: Values) -> float:
         robust = _KNEE**2 * (np.sqrt(1 + (ratio / _KNEE) ** 2) - 1)
-        return float(
-            (problem.weights**2 * robust)[included].sum()
-            + 0.5 * _KNEE**2 * (((theta - prior) / spread) ** 2).sum()
-        )
+        far = (theta - problem.prior(theta)) / spread
+        return float((problem.weights**2 * robust)[included].sum() + 0.5 * _KNEE**2 * (far**2).sum())
 
-    del tables
     theta, damping = start.copy(), 1e-2
     ratio = problem.log_ratio(theta)
     cost = loss(theta, ratio)
@@ -146,7 +154,9 @@ def fit(problem: Problem, start: Values, included: npt.NDArray[np.bool_], steps:
         jacobian = problem.jacobian(theta, ratio)[included]
         weight = (problem.weights**2 / np.sqrt(1 + (ratio / _KNEE) ** 2))[included]
         normal = jacobian.T @ (weight[:, None] * jacobian) + np.diag((_KNEE / spread) ** 2)
-        gradient = jacobian.T @ (weight * ratio[included]) + (_KNEE / spread) ** 2 * (theta - prior)
+        gradient = jacobian.T @ (weight * ratio[included]) + (_KNEE / spread) ** 2 * (
+            theta - problem.prior(theta)
+        )
         for _ in range(8):
             move = -np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
             trial = theta + np.clip(move, -1.0, 1.0)
@@ -196,14 +206,13 @@ def cross_validated(problem: Problem, theta: Values) -> Values:
     """log(predicted/measured) of every row by constants that its table had no part in."""
     found = np.zeros(len(problem.runs))
     tables = np.asarray([run.table for run in problem.runs])
-    prior = np.asarray([np.log(PRIORS[field][0]) for field, _ in problem.names])
     for table in sorted(set(tables)):
         included = tables != table
         # Constants that only this table has start where nobody has looked, at their priors.
         seen = np.zeros(len(theta), dtype=bool)
         for owner in problem.owners.values():
             seen[owner[included]] = True
-        fitted = fit(problem, np.where(seen, theta, prior), included, steps=12)
+        fitted = fit(problem, np.where(seen, theta, problem.prior(theta)), included, steps=12)
         found[~included] = problem.log_ratio(fitted)[~included]
     return found
 

@@ -21,8 +21,8 @@ from trine.optim.plan.columns import Conditions, Sizes, joined
 from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.devices import device_named, facts_of
 from trine.optim.plan.links import link_of
-from trine.optim.plan.step import parts_of
 from trine.optim.plan.reconcile import reconciled
+from trine.optim.plan.step import parts_of
 from trine.record.errors import TrineError, UnreadableInput
 
 __all__ = ["Run", "Skipped", "read_runs"]
@@ -182,7 +182,9 @@ def without_impossible_recomputation(runs: Sequence[Run]) -> list[Run]:
         return list(runs)
     conditions = joined([Conditions.of(run.cluster, run.stack) for run in stated], [1] * len(stated))
     one = np.ones(len(stated))
-    best = replace(conditions, matmul=one, attention=one, memory=one, compute=one, depth=0 * one, launch_s=0 * one)
+    best = replace(
+        conditions, matmul=one, attention=one, memory=one, compute=one, depth=0 * one, launch_s=0 * one
+    )
     layouts = Layouts(
         {name: np.concatenate([run.layouts[name] for run in stated]) for name in stated[0].layouts.columns}
     )

@@ -29,10 +29,10 @@ _QUANTISATION = 0.5
 _UNALIGNED = 25.0
 #: The same of one large matmul.
 _UNALIGNED_HEAD = 2.5
-#: Kernels of a layer's forward where the host launches each: joined by hand or by a compiler, and not.
-_KERNELS = {True: 30.0, False: 45.0}
+#: Calls of a layer's forward that the host makes one by one: element-wise kernels joined by hand or by a compiler, and not.
+_KERNELS = {True: 60.0, False: 90.0}
 #: More of them in a layer of experts, and for each expert of a rank.
-_MIXTURE_KERNELS, _EXPERT_KERNELS = 60.0, 5.0
+_MIXTURE_KERNELS, _EXPERT_KERNELS = 120.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,11 +300,11 @@ def _head(sizes: Sizes, conditions: Conditions, tokens: Column, tensor: Column, 
     behind = np.where(conditions.fused > 0, 8.0, 18.0)
     logits_s = tokens * sizes.vocab / tensor / on.memory_per_s
     none = np.zeros_like(forward)
-    return Pass(forward + ahead * logits_s, by_input + behind * logits_s, by_weight, none, none, none + 12.0)
+    return Pass(forward + ahead * logits_s, by_input + behind * logits_s, by_weight, none, none, none + 24.0)
 
 
 def _embedding(sizes: Sizes, tokens: Column, on: Rates) -> Pass:
     """A look-up, and the scattered addition of its backward."""
     look_up = tokens * sizes.hidden * 6.0 / on.memory_per_s
     none = np.zeros_like(look_up)
-    return Pass(look_up, none, 2 * look_up, none, none, none + 6.0)
+    return Pass(look_up, none, 2 * look_up, none, none, none + 12.0)
