@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trine.optim import layout_of as layout_of
     from trine.optim import optimize as optimize
     from trine.optim import predict_memory as predict_memory
+    from trine.optim.plan.planning import plan as plan
     from trine.profiler import profile as profile
     from trine.record import load as load
     from trine.record.errors import TrineError as TrineError
@@ -34,6 +35,7 @@ __all__ = [
     "layout_of",
     "load",
     "optimize",
+    "plan",
     "predict_memory",
     "profile",
 ]
@@ -47,6 +49,7 @@ _HOMES = {
     "latest_checkpoint": "trine.optim",
     "layout_of": "trine.optim",
     "predict_memory": "trine.optim",
+    "plan": "trine.optim.plan.planning",
     "optimize": "trine.optim",
     "Config": "trine.optim",
     "TrineError": "trine.record.errors",

@@ -1,0 +1,343 @@
+"""A plan in words, tables and bars: text, Markdown, a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trine.analyzers.reports.document import Bars, Block, Column, Document, Items, Paragraph, Section, Table
+from trine.analyzers.units import count, duration, percent, size
+from trine.optim.plan.cost import Range, RunCost
+from trine.optim.plan.limits import Limit, Limits
+from trine.optim.plan.planning import Candidate, Plan
+from trine.optim.plan.reasons import layout_words, part_words
+
+__all__ = ["compose", "render_html", "render_markdown", "render_text"]
+
+#: Parts below this share of every step are not drawn; the JSON has them.
+_SHOWN = 0.002
+#: Rows of the front.
+_MOST_FRONT = 12
+
+_SIDES = {
+    "compute": "computation",
+    "recomputation": "weight",
+    "tensor_communication": "communication",
+    "context_communication": "communication",
+    "expert_communication": "communication",
+    "exposed_gradients": "communication",
+    "gathers": "communication",
+    "pipeline_messages": "communication",
+    "pipeline_bubble": "idle",
+    "offload": "memory",
+    "optimizer": "backward",
+    "overhead": "fault",
+}
+_DEGREES = ("tensor", "context", "expert", "pipeline", "data")
+
+
+def compose(plan: Plan) -> Document:
+    """The report before it has a form."""
+    problem, best = plan.problem, plan.best
+    sections = [
+        Section("ranked", "The best layouts", tuple(_ranked(plan))),
+        Section("step", "Where the step goes", (_parts(plan),)),
+        Section("memory", "Memory of the rank that needs most", (_memory(plan),)),
+        Section("splits", "How modules are split", (_splits(plan),)),
+        Section("why", "Why not otherwise", tuple(_why(plan))),
+        Section("front", "Step time against memory", (_front(plan),)),
+        Section("limits", "The largest that fits", tuple(_limits(plan))),
+        Section("rests", "What this rests on", (Items(tuple(("·", text, "") for text in plan.assumptions)),)),
+    ]
+    return Document(
+        title="Trine: plan",
+        subtitle=(
+            f"{problem.workload.name}, {count(problem.workload.parameters)} · {problem.global_batch} x "
+            f"{problem.workload.sequence} tokens a step · {_devices(plan)} · {problem.stack.name}"
+        ),
+        verdict=f"{layout_words(best.layout)}: {_seconds(best.step)} a step, MFU {percent(best.mfu)}.",
+        confidence=_confidence(plan),
+        bound="healthy",
+        triangle=None,
+        hull=(),
+        sides=(),
+        sections=tuple(sections),
+        facts=tuple(_facts(plan)),
+        notices=tuple(_notices(plan)),
+    )
+
+
+def _devices(plan: Plan) -> str:
+    cluster = plan.problem.cluster
+    if cluster.nodes == 1:
+        return f"{cluster.devices} x {cluster.device.name}"
+    return f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device.name}"
+
+
+def _confidence(plan: Plan) -> str:
+    # Wide, because it is of software and clusters that the constants were not fitted on.
+    return "in brackets: where nine of ten published runs lay that no constant was fitted on"
+
+
+def _notices(plan: Plan) -> Iterator[str]:
+    best, room = plan.best, plan.problem.cluster.device.memory_bytes
+    yield (
+        f"{count(best.tokens_per_s.value)} tokens/s ({_counts(best.tokens_per_s)}); {size(best.peak_bytes)} of {size(room)}"
+        f" on stage {best.stage}; bound by {best.bound}."
+    )
+    if best.cost is not None:
+        yield _cost_words(best.cost)
+    if plan.jitter is not None:
+        yield (
+            f"Steps of one run vary: nine of ten between {duration(float(plan.jitter.low_s) * 1e9)} and"
+            f" {duration(float(plan.jitter.high_s) * 1e9)}."
+        )
+
+
+def _cost_words(cost: RunCost) -> str:
+    words = f"{count(cost.tokens)} tokens take {_plain(cost.days, 'days')} and {_hours(cost)} device-hours"
+    return f"{words}; price {_money(cost.price)}." if cost.price is not None else f"{words}."
+
+
+def _plain(value: Range, unit: str) -> str:
+    return f"{value.value:.3g} {unit} ({value.low:.3g} to {value.high:.3g})"
+
+
+def _hours(cost: RunCost) -> str:
+    return f"{count(cost.device_hours.value)} ({_counts(cost.device_hours)})"
+
+
+def _money(price: Range) -> str:
+    return f"{count(price.value)} ({_counts(price)})"
+
+
+def _counts(value: Range) -> str:
+    return f"{count(value.low)} to {count(value.high)}"
+
+
+def _seconds(step: Range) -> str:
+    return f"{duration(step.value * 1e9)} ({_interval(step)})"
+
+
+def _interval(step: Range) -> str:
+    return f"{duration(step.low * 1e9)} to {duration(step.high * 1e9)}"
+
+
+def _degrees(one: Candidate) -> str:
+    return (
+        " · ".join(f"{name} {one.layout[name]}" for name in _DEGREES if one.layout[name] != 1) or "one device"
+    )
+
+
+def _rest(one: Candidate) -> str:
+    """What is chosen beside degrees."""
+    degrees = {name: 1 for name in _DEGREES if name != "pipeline"}
+    words = layout_words({**one.layout, **degrees})
+    parts = [part for part in words.split(" · ") if part != "one device" and not part.startswith("pipeline ")]
+    return " · ".join(parts)
+
+
+def _ranked(plan: Plan) -> Iterator[Block]:
+    columns = (
+        Column("", "right"),
+        Column("layout", flexible=True),
+        Column("step", "right"),
+        Column("interval", "right"),
+        Column("MFU", "right"),
+        Column("memory", "right"),
+        Column("tokens/s", "right"),
+    )
+    rows = [
+        (
+            str(rank),
+            _degrees(one),
+            duration(one.step.value * 1e9),
+            _interval(one.step),
+            percent(one.mfu),
+            size(one.peak_bytes),
+            count(one.tokens_per_s.value),
+        )
+        for rank, one in enumerate(plan.ranked, 1)
+    ]
+    yield Table(
+        columns,
+        tuple(rows),
+        note=f"MFU by the convention {plan.convention}, dense peak of {plan.best.mfu_precision}",
+    )
+    columns = (
+        Column("", "right"),
+        Column("with", flexible=True),
+        Column("bound by"),
+        Column("lost by"),
+    )
+    rest = [
+        (str(rank), _rest(one), one.bound.partition(",")[0], one.lost_by or "the best")
+        for rank, one in enumerate(plan.ranked, 1)
+    ]
+    yield Table(columns, tuple(rest))
+
+
+def _parts(plan: Plan) -> Bars:
+    shown = [
+        name
+        for name in plan.best.parts_s
+        if any(one.parts_s[name] > _SHOWN * one.step.value for one in plan.ranked)
+    ]
+    rows = tuple(
+        (f"{rank}", {name: one.parts_s[name] * 1e9 for name in shown})
+        for rank, one in enumerate(plan.ranked, 1)
+    )
+    columns = (
+        Column("part", flexible=True),
+        *(Column(str(rank), "right") for rank in range(1, len(rows) + 1)),
+    )
+    table = Table(
+        columns,
+        tuple(
+            (part_words(name), *(duration(one.parts_s[name] * 1e9) for one in plan.ranked)) for name in shown
+        ),
+    )
+    legend = {name: part_words(name) for name in shown}
+    return Bars("A step, divided", legend, {name: _SIDES[name] for name in shown}, rows, table)
+
+
+def _memory(plan: Plan) -> Table:
+    best = plan.best
+    rows = [
+        (name, size(value), percent(value / best.peak_bytes))
+        for name, value in sorted(best.memory_bytes.items(), key=lambda item: -item[1])
+        if value > 0
+    ]
+    rows.append(("peak", size(best.peak_bytes), ""))
+    away = {
+        "host of a node": best.host_bytes,
+        "drives of a node": best.disk_bytes,
+        "other nodes": best.remote_bytes,
+    }
+    rows += [(name, size(value), "") for name, value in away.items() if value > 0]
+    return Table(
+        (Column("what", flexible=True), Column("bytes", "right"), Column("share", "right")), tuple(rows)
+    )
+
+
+def _splits(plan: Plan) -> Table:
+    columns = (Column("module"), Column("split"), Column("each rank has", flexible=True))
+    return Table(columns, tuple((split.module, split.kind, split.words) for split in plan.splits))
+
+
+def _why(plan: Plan) -> Iterator[Block]:
+    if plan.alternatives:
+        columns = (
+            Column("instead"),
+            Column("with", flexible=True),
+            Column("step", "right"),
+            Column("why it lost"),
+        )
+        rows = [
+            (
+                f"{one.column} {one.value}",
+                _difference(one.layout, plan.best.layout, one.column),
+                duration(one.step_s * 1e9) if one.fits else "",
+                one.reason,
+            )
+            for one in plan.alternatives
+        ]
+        yield Table(columns, tuple(rows), note="by formula, all else as near to the winner as it can be")
+    tally = plan.tally
+    yield Paragraph(
+        f"{tally.configurations:,} configurations, {tally.weighed:,} of them computed ({count(tally.per_minute)} a minute),"
+        " the rest ruled out by bounds on time and memory."
+    )
+    if plan.losers:
+        words = ", ".join(f"{number:,} {name}" for name, number in plan.losers.items())
+        yield Paragraph(f"Of {tally.shapes:,} shapes, by what most set them back: {words}.")
+
+
+def _difference(layout: dict[str, int | str], best: dict[str, int | str], column: str) -> str:
+    """What had to change with it."""
+    changed = [
+        f"{name} {layout[name]}"
+        for name in layout
+        if name not in (column, "microbatches") and layout[name] != best[name]
+    ]
+    return ", ".join(changed)
+
+
+def _front(plan: Plan) -> Table:
+    columns = (
+        Column("layout"),
+        Column("with", flexible=True),
+        Column("step", "right"),
+        Column("memory", "right"),
+    )
+    shown = plan.front if len(plan.front) <= _MOST_FRONT else _thinned(plan.front)
+    rows = [
+        (_degrees(one), _rest(one), duration(one.step.value * 1e9), size(one.peak_bytes)) for one in shown
+    ]
+    left = len(plan.front) - len(shown)
+    note = "layouts that no other beats in both; by formula"
+    return Table(columns, tuple(rows), note=f"{note}; {left} between them are in the JSON" if left else note)
+
+
+def _thinned(front: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    last = len(front) - 1
+    return tuple(front[round(place * last / (_MOST_FRONT - 1))] for place in range(_MOST_FRONT))
+
+
+def _limits(plan: Plan) -> Iterator[Block]:
+    items = list(_limit_items("of the best layout", plan.limits))
+    if plan.largest is not None:
+        items += _limit_items("of any layout", plan.largest)
+    yield Items(tuple(items))
+
+
+def _limit_items(of: str, limits: Limits) -> Iterator[tuple[str, str, str]]:
+    for what, limit in (
+        ("micro-batch in sequences", limits.micro_batch),
+        ("context in tokens", limits.context),
+    ):
+        yield (
+            "·",
+            f"{what}, {of}: {_limit_words(limit)}",
+            layout_words(limit.layout, batch=False) if limit else "",
+        )
+
+
+def _limit_words(limit: Limit | None) -> str:
+    if limit is None:
+        return "none"
+    return f"{limit.value:,}" if limit.bounded else f"{limit.value:,} or more"
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    problem = plan.problem
+    yield "software", f"{problem.stack.name}: {problem.abilities.source}"
+    yield (
+        "memory",
+        f"{size(problem.capacity_bytes)} a device to plan with, {percent(problem.headroom)} left free",
+    )
+    if problem.pins:
+        yield "pinned", ", ".join(sorted(problem.pins))
+
+
+# --- forms ---------------------------------------------------------------------------------------
+
+
+def render_text(plan: Plan, *, colour: bool = False, width: int = 100) -> str:
+    """For a terminal."""
+    from trine.analyzers.reports import text
+
+    return text.render_document(compose(plan), colour=colour, width=width)
+
+
+def render_markdown(plan: Plan) -> str:
+    """For a pull request or a page."""
+    from trine.analyzers.reports import markdown
+
+    return markdown.render_document(compose(plan))
+
+
+def render_html(plan: Plan) -> str:
+    """One self-contained page."""
+    from trine.analyzers.reports import html
+
+    return html.render_document(compose(plan))

@@ -1,0 +1,126 @@
+"""The winner with one thing changed, and what that costs: for each choice its other values, the rest as near as can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trine.optim.plan.layouts import DEFAULTS, KINDS, Integers, Layouts
+from trine.optim.plan.memory import memory_of
+from trine.optim.plan.problem import Problem
+from trine.optim.plan.reasons import lost_by, too_large
+from trine.optim.plan.search import Searcher
+from trine.optim.plan.space import OFFLOADED, savings
+from trine.optim.plan.step import predict
+
+__all__ = ["Alternative", "alternatives"]
+
+#: What can be changed one by one; the rest follows.
+_COLUMNS = (
+    "tensor",
+    "context",
+    "expert",
+    "pipeline",
+    "micro_batch",
+    "schedule",
+    "chunks",
+    "zero_stage",
+    "shard",
+    "sequence",
+    "two_level",
+    "precision",
+    "compression",
+    "recompute",
+    *OFFLOADED,
+)
+#: Of a number only the next smaller and the next larger value are shown.
+_NUMBERS = ("tensor", "context", "expert", "pipeline", "micro_batch", "chunks", "shard")
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """``column`` at another ``value``, and all else as near to the winner as layouts allow (``layout``).
+
+    ``reason``: why it lost, one phrase. ``step_s`` and ``peak_bytes`` of it; ``fits`` within the headroom.
+    """
+
+    column: str
+    value: int | str
+    layout: dict[str, int | str]
+    step_s: float
+    peak_bytes: float
+    fits: bool
+    reason: str
+
+
+def alternatives(searcher: Searcher, best: Layouts) -> tuple[Alternative, ...]:
+    """For every choice that the space has."""
+    chosen: list[tuple[str, Layouts]] = []
+    own = _with_savings_of(searcher.shapes, best)
+    away = _away(own, best)
+    for column in _COLUMNS:
+        if column in ("recompute", *OFFLOADED):
+            others, _ = savings(searcher.problem, best, (column,))
+            other_rows = _fewest_layers(others.take(others[column] != best[column][0]), column)
+            chosen += [(column, other_rows.take([row])) for row in range(len(other_rows))]
+            continue
+        for value in _values(own[column], int(best[column][0]), column):
+            rows = np.flatnonzero(own[column] == value)
+            # Near is what keeps most of the rest; how this column is far counts for all alike.
+            chosen.append((column, own.take(rows[[int(np.argmin(away[rows]))]])))
+    if not chosen:
+        return ()
+    return _described(searcher.problem, best, chosen)
+
+
+def _described(problem: Problem, best: Layouts, chosen: list[tuple[str, Layouts]]) -> tuple[Alternative, ...]:
+    layouts = Layouts.joined([best, *(layout for _, layout in chosen)])
+    times = predict(problem.workload, problem.cluster, problem.stack, layouts)
+    memory = memory_of(problem.workload, problem.cluster, problem.stack, layouts)
+    parts = [
+        {name: float(np.broadcast_to(column, len(layouts))[row]) for name, column in times.parts.items()}
+        for row in range(len(layouts))
+    ]
+    found = []
+    for row, (column, layout) in enumerate(chosen, 1):
+        peak = float(memory.peak_bytes[row])
+        fits = peak <= problem.capacity_bytes
+        categories = {name: float(values[row]) for name, values in memory.parts.items()}
+        reason = lost_by(parts[row], parts[0]) if fits else too_large(peak, categories, problem)
+        plain = layout.row(0)
+        found.append(Alternative(column, plain[column], plain, float(times.step_s[row]), peak, fits, reason))
+    return tuple(found)
+
+
+def _with_savings_of(shapes: Layouts, best: Layouts) -> Layouts:
+    """Shapes that recompute and offload as the best does."""
+    same = {name: int(best[name][0]) for name in ("recompute", "recomputed_layers", *OFFLOADED)}
+    return shapes.with_changes(**same)
+
+
+def _away(shapes: Layouts, best: Layouts) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """How far each is from the best: doublings of numbers, one for each kind or flag that differs."""
+    total = np.zeros(len(shapes))
+    for name in DEFAULTS:
+        own = int(best[name][0])
+        if name in KINDS or name in ("zero_stage", "sequence", "two_level"):
+            total += shapes[name] != own
+        else:
+            total += np.abs(np.log2(np.maximum(shapes[name], 0.5) / max(own, 0.5)))
+    return total
+
+
+def _values(column: Integers, own: int, name: str) -> list[int]:
+    others = np.unique(column[column != own])
+    if name not in _NUMBERS:
+        return [int(value) for value in others]
+    below, above = others[others < own][-1:], others[others > own][:1]
+    return [int(value) for value in (*below, *above)]
+
+
+def _fewest_layers(layouts: Layouts, column: str) -> Layouts:
+    """Of budgets only the smallest: one row each value."""
+    order = np.lexsort((layouts["recomputed_layers"], layouts[column]))
+    _, first = np.unique(layouts[column][order], return_index=True)
+    return layouts.take(order[first])

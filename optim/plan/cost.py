@@ -1,0 +1,60 @@
+"""Days and money of a training run, with the interval of the step that they follow from."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from trine.record.errors import UsageError
+
+__all__ = ["Range", "RunCost", "parse_count", "run_cost"]
+
+_DAY_S, _HOUR_S = 86_400.0, 3_600.0
+_COUNT = re.compile(r"\s*([0-9]+\.?[0-9]*(?:[eE][0-9]+)?|\.[0-9]+(?:[eE][0-9]+)?)\s*([kKmMgGbBtT]?)\s*")
+_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A value and where it lies in nine of ten cases."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Range:
+        """All three."""
+        return Range(self.value * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class RunCost:
+    """``days`` without interruptions; ``price`` in the currency of the price of a device's hour, None where none was given."""
+
+    tokens: float
+    days: Range
+    device_hours: Range
+    price: Range | None
+
+
+def run_cost(
+    step_s: Range, tokens_per_step: int, devices: int, tokens: float, price: float | None
+) -> RunCost:
+    """Of ``tokens`` at ``step_s`` a step; ``price`` of one device for an hour. Raises ``UsageError``."""
+    if not 0 < tokens < math.inf:
+        raise UsageError(f"tokens must be a positive number, not {tokens}")
+    if price is not None and not 0 <= price < math.inf:
+        raise UsageError(f"price must be a device-hour's, at least 0, not {price}")
+    seconds = step_s.times(tokens / tokens_per_step)
+    hours = seconds.times(devices / _HOUR_S)
+    return RunCost(tokens, seconds.times(1 / _DAY_S), hours, None if price is None else hours.times(price))
+
+
+def parse_count(text: str) -> float:
+    """``"15T"``, ``"300B"``, ``"1.4e12"``: a number of things. Raises ``UsageError``."""
+    found = _COUNT.fullmatch(text)
+    value = float(found[1]) * _SUFFIXES[found[2].lower()] if found else math.nan
+    if not 0 < value < math.inf:
+        raise UsageError(f"{text!r} is no number of tokens: write 15T, 300B or 1.4e12")
+    return value

@@ -1,0 +1,120 @@
+"""What to say where nothing can be planned: which constraint failed, and the nearest layout that would work.
+
+Near is what changes the fewest of the settled things, by the fewest doublings. Where no layout at all fits the devices, the
+nearest is more of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from trine.optim.plan.columns import Column
+from trine.optim.plan.layouts import KINDS, Layouts
+from trine.optim.plan.memory import memory_of
+from trine.optim.plan.problem import Pins, Problem, divisors
+from trine.optim.plan.reasons import layout_words, too_large
+from trine.optim.plan.search import Searcher
+from trine.optim.plan.space import OFFLOADED, NothingKept, savings, shapes
+from trine.record.errors import UsageError
+
+__all__ = ["distance", "leanest_words", "refusal"]
+
+#: As many doublings of the nodes are tried.
+_DOUBLINGS = 10
+
+
+def refusal(problem: Problem, reason: str) -> UsageError:
+    """The error of a problem that has no answer: its reason, and what would work."""
+    return UsageError(f"no layout works: {reason}; {_nearest(problem)}")
+
+
+def leanest_words(searcher: Searcher) -> str:
+    """Why nothing fits: of the leanest layout, how much it lacks and what takes most."""
+    row = int(np.argmin(searcher.leanest_bytes))
+    every, _ = savings(searcher.problem, searcher.shapes.take([row]), ("recompute", *OFFLOADED))
+    if not len(every):
+        return "the pins of offload and recomputation leave nothing to choose from"
+    peaks = searcher.peak_bytes(every)
+    least = int(np.argmin(peaks))
+    problem = searcher.problem
+    found = memory_of(problem.workload, problem.cluster, problem.stack, every.take([least]))
+    if not math.isfinite(peaks[least]):
+        host = problem.cluster.host_memory_bytes / 2**30
+        return f"what is offloaded takes {found.host_bytes[0] / 2**30:.0f} of the {host:.0f} GiB of a node's host"
+    categories = {name: float(column[0]) for name, column in found.parts.items()}
+    return f"the leanest layout {too_large(float(peaks[least]), categories, problem)}"
+
+
+def _nearest(problem: Problem) -> str:
+    for free in (problem.without_pins(), replace(problem, pins={})):
+        try:
+            searcher = Searcher(free, shapes(free))
+        except NothingKept:
+            continue
+        break
+    else:
+        return _nearest_batch(free)
+    fits = searcher.leanest_bytes <= problem.capacity_bytes
+    if not fits.any():
+        return _more_devices(free)
+    candidates = searcher.shapes.take(fits)
+    near = distance(candidates, problem.pins)
+    for limit in (near.min(), np.inf):
+        found = Searcher(free, candidates.take(near <= limit + 1e-9)).fastest(1)
+        if len(found.step_s):
+            return f"nearest that works: {layout_words(found.layouts.row(0))}"
+    return _more_devices(free)
+
+
+def distance(layouts: Layouts, pins: Pins) -> Column:
+    """Doublings between each layout and the pins, one for each kind that differs."""
+    total = np.zeros(len(layouts))
+    for name, values in pins.items():
+        column = layouts[name]
+        if name in KINDS:
+            total += ~np.isin(column, values)
+            continue
+        away = [np.abs(np.log2(np.maximum(column, 0.5) / max(value, 0.5))) for value in values]
+        total += np.min(away, axis=0)
+    return total
+
+
+def _nearest_batch(problem: Problem) -> str:
+    """The nearest global batch that something divides."""
+    batch = problem.global_batch
+    tried = {
+        size
+        for part in divisors(problem.devices)
+        for size in (batch // part * part, -(-batch // part) * part)
+        if size >= 1 and size != batch
+    }
+    for size in sorted(tried, key=lambda size: (abs(size - batch), size)):
+        try:
+            searcher = Searcher(
+                replace(problem, global_batch=size), shapes(replace(problem, global_batch=size))
+            )
+        except NothingKept:
+            continue
+        if (searcher.leanest_bytes <= problem.capacity_bytes).any():
+            return f"nearest that works: a global batch of {size}"
+    return "no global batch makes it work on these devices: choose another number of devices"
+
+
+def _more_devices(problem: Problem) -> str:
+    """The fewest doublings of the nodes on which something fits."""
+    cluster = problem.cluster
+    if cluster.between is None:
+        return "use a device with more memory, or give the cluster a link between nodes and more nodes"
+    for power in range(1, _DOUBLINGS + 1):
+        larger = replace(problem, cluster=cluster.with_changes(nodes=cluster.nodes * 2**power))
+        try:
+            searcher = Searcher(larger, shapes(larger))
+        except NothingKept:
+            continue
+        found = searcher.fastest(1)
+        if len(found.step_s):
+            return f"nearest that works: {larger.devices} devices, {layout_words(found.layouts.row(0))}"
+    return f"nothing fits up to {problem.devices * 2**_DOUBLINGS} devices: use a device with more memory"

@@ -1,0 +1,186 @@
+"""What is asked of a search: a model, a cluster, its software, the batch, the room to leave, and what is settled already.
+
+problem = Problem.of(workload, cluster, stack_named("megatron-core"), global_batch=1024, pins=parse_pins(["tensor=8"]))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trine.optim.plan._tables import near
+from trine.optim.plan.abilities import Abilities, abilities_of
+from trine.optim.plan.cluster import Cluster
+from trine.optim.plan.constants import Stack
+from trine.optim.plan.layouts import DEFAULTS, KINDS
+from trine.optim.plan.units import parse_bytes
+from trine.optim.plan.workload import Workload
+from trine.record.errors import UsageError
+
+__all__ = ["Pins", "Problem", "divisors", "parse_pins"]
+
+#: Column → the values that it may have; kinds as codes.
+Pins = Mapping[str, tuple[int, ...]]
+
+#: Tokens of a step where nobody says the batch: GPT-3 had 3.2 million (Brown et al. 2020), Llama 3 began with 4 (2024).
+USUAL_TOKENS = 4 * 2**20
+#: Every value that a pinned kind has.
+_ANY = "any"
+#: The largest count that is believed of a pin.
+_MOST = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``headroom``: the share of a device's memory that stays free. ``batch_is_usual``: nobody said the batch."""
+
+    workload: Workload
+    cluster: Cluster
+    stack: Stack
+    global_batch: int
+    headroom: float = 0.1
+    pins: Pins = field(default_factory=dict)
+    batch_is_usual: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        cluster: Cluster,
+        stack: Stack,
+        *,
+        global_batch: int | None = None,
+        headroom: float = 0.1,
+        pins: Pins | None = None,
+    ) -> Problem:
+        """With the usual batch where none is given. Raises ``UsageError``."""
+        if global_batch is not None and not 1 <= global_batch <= _MOST:
+            raise UsageError(f"global batch must be from 1 to {_MOST} sequences, not {global_batch}")
+        if not 0 <= headroom < 1:
+            raise UsageError(
+                f"memory headroom must be from 0 to below 1, not {headroom}: 0.1 leaves a tenth free"
+            )
+        batch = global_batch or _usual_batch(workload, cluster)
+        return cls(workload, cluster, stack, batch, headroom, dict(pins or {}), global_batch is None)
+
+    @property
+    def devices(self) -> int:
+        """Of the job."""
+        return self.cluster.devices
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a layout may take of a device's memory."""
+        return self.cluster.device.memory_bytes * (1 - self.headroom)
+
+    @property
+    def abilities(self) -> Abilities:
+        """Of the stack."""
+        return abilities_of(self.stack)
+
+    def choices(self, column: str, usual: Iterable[Any]) -> tuple[int, ...]:
+        """Values to try, as codes: the pinned ones, else of ``usual`` those that the stack offers."""
+        if column in self.pins:
+            return self.pins[column]
+        offered = self.abilities.choices.get(column)
+        chosen = [value for value in usual if offered is None or value in offered]
+        return tuple(KINDS[column].index(value) if column in KINDS else int(value) for value in chosen)
+
+    def beyond_the_stack(self, layout: Mapping[str, int | str]) -> tuple[str, ...]:
+        """What a layout has that the stack does not offer: ``"schedule=zb-v"``."""
+        found = []
+        for column, offered in self.abilities.choices.items():
+            value = layout[column]
+            if value not in offered and value != _plain(column):
+                found.append(f"{column}={value}")
+        stage = layout["zero_stage"]
+        if layout["pipeline"] != 1 and stage not in self.abilities.zero_in_pipelines:
+            found.append(f"zero_stage={stage} beside pipeline={layout['pipeline']}")
+        return tuple(found)
+
+    def without_pins(self) -> Problem:
+        """The same with nothing settled but what numbers are computed in."""
+        kept = {name: values for name, values in self.pins.items() if name in ("precision", "compression")}
+        return replace(self, pins=kept)
+
+
+def _plain(column: str) -> int | str:
+    return KINDS[column][DEFAULTS[column]] if column in KINDS else DEFAULTS[column]
+
+
+def _usual_batch(workload: Workload, cluster: Cluster) -> int:
+    """About the sequences of :data:`USUAL_TOKENS`: a power of two times what of the devices is none, so that much divides it."""
+    odd = cluster.devices
+    while odd % 2 == 0:
+        odd //= 2
+    sequences = max(USUAL_TOKENS / workload.sequence / odd, 1.0)
+    return odd * 2 ** round(math.log2(sequences))
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """In ascending order."""
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return tuple(sorted({*small, *(number // value for value in small)}))
+
+
+def parse_pins(words: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """From ``"tensor=8"``, ``"schedule=1f1b,zb-v"`` or ``"compression=any"``. Raises ``UsageError`` for what is no pin.
+
+    A column may be given once. Kinds are those of ``layouts.KINDS``; ``bucket_bytes`` takes sizes (``25MiB``).
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not text.strip():
+            raise UsageError(f"--pin: {word!r} is no KEY=VALUE, as tensor=8 or schedule=1f1b,interleaved")
+        if name not in DEFAULTS:
+            raise UsageError(
+                f"--pin: a layout has no {name!r}{near(name, DEFAULTS)}: one of {', '.join(DEFAULTS)}"
+            )
+        values = tuple(dict.fromkeys(_values(name, text)))
+        if name in found and found[name] != values:
+            raise UsageError(
+                f"--pin: {name} is pinned twice, to {_spelled(name, found[name])} and to {_spelled(name, values)}: "
+                f"keep one, or write {name}={_spelled(name, found[name] + values)} to try all"
+            )
+        found[name] = values
+    return found
+
+
+def _spelled(name: str, values: tuple[int, ...]) -> str:
+    return ",".join(KINDS[name][value] if name in KINDS else str(value) for value in values)
+
+
+def _values(name: str, text: str) -> Iterable[int]:
+    if name in KINDS and text.strip() == _ANY:
+        yield from range(len(KINDS[name]))
+        return
+    for part in text.split(","):
+        yield _value(name, part.strip())
+
+
+def _value(name: str, text: str) -> int:
+    if name in KINDS:
+        if text not in KINDS[name]:
+            raise UsageError(
+                f"--pin: no {name} is called {text!r}{near(text, KINDS[name])}: one of {', '.join(KINDS[name])}, "
+                f"or {_ANY}"
+            )
+        return KINDS[name].index(text)
+    if name == "bucket_bytes":
+        return parse_bytes(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise UsageError(f"--pin: {name} must be a whole number, not {text!r}") from None
+    least, most = (0 if DEFAULTS[name] == 0 else 1), _most(name)
+    if not least <= value <= most:
+        raise UsageError(f"--pin: {name} must be from {least} to {most}, not {value}")
+    return value
+
+
+def _most(name: str) -> int:
+    return {"zero_stage": 3, "sequence": 1, "two_level": 1}.get(name, _MOST)
