@@ -8,7 +8,7 @@ forward, gradient of the input, gradient of the weights; t = F + B + W; c second
 
     GPipe (Huang et al. 2019)                   (p − 1) t + 2 (p − 1) c
     1F1B (Narayanan et al. 2019)                (p − 1) t + 2 (p − 1) (1 + (m − 1) / p) c
-    interleaved (Narayanan et al. 2021)         (p − 1) t / v + 2 (p v − 1) c
+    interleaved (Narayanan et al. 2021)         (p − 1) t / v + 2 (p v − 1) c, and stalls where m < p
     breadth-first (Lamy-Poirier 2023)           (p − 1) t / v + 2 (p − 1) c, and stalls where m < p
     ZB-H1 (Qi et al. 2023)                      (p − 1) (F + B − W + 4 c)
     ZB-H2 (Qi et al. 2023)                      (p − 1) (F + B − 2 W + 2 c)
@@ -227,9 +227,21 @@ def _one_by_one(see: _View) -> Seconds:
 
 
 def _interleaved(see: _View) -> Seconds:
-    """Narayanan et al. 2021; the first micro-batch's way forth and the last one's way back pass every boundary."""
+    """Narayanan et al. 2021; each further chunk waits until the round's first micro-batch has come round."""
     others = sum(see.ahead) + sum(see.behind)
-    return np.asarray(others / see.v + 2 * (see.p * see.v - 1) * see.c)
+    forward, backward = see.middle[0] / see.v, (see.middle[1] + see.middle[2]) / see.v
+    stalls = _come_round(see, forward, forward) + _come_round(see, backward, backward)
+    return np.asarray(others / see.v + 2 * (see.p - 1) * see.c + stalls)
+
+
+def _come_round(see: _View, away: Seconds, work: Seconds) -> Seconds:
+    """Seconds that further chunks wait for a micro-batch that passes all ranks while a rank works on its round."""
+    return np.asarray((see.v - 1) * _positive(see.p * (away + see.c) - _round(see.p, see.m) * work))
+
+
+def _round(p: Seconds, m: Seconds) -> Seconds:
+    """Micro-batches of a round: as many as ranks, or a few more, so that all rounds are alike."""
+    return np.asarray(m // np.maximum(m // p, 1))
 
 
 def _zero_bubble(see: _View, depth: int) -> Seconds:
@@ -239,7 +251,10 @@ def _zero_bubble(see: _View, depth: int) -> Seconds:
     ahead = see.ahead[0] + see.ahead[1] + 2 * see.c * see.place
     saved = np.minimum(depth * see.place, see.m - 1) * weight
     lead = np.minimum(depth * see.after, see.m - 1)
-    idle = _positive(away - lead * forward) + _positive(away - lead * (inputs + weight))
+    before = _positive(away - lead * forward)
+    # With no more micro-batches than the warm-up has, they go to the end and back once.
+    again = see.m - 1 > depth * see.after
+    idle = before + np.where(again, _positive(away - lead * (inputs + weight)), 0.0)
     # Round trips that even without W are longer than what is in flight.
     short = _positive(away - depth * see.after * see.total)
     held = short * np.maximum((see.m - 1) / (depth * see.after + 1) - 1, 0.0)
@@ -247,7 +262,11 @@ def _zero_bubble(see: _View, depth: int) -> Seconds:
     drained = ahead - saved + see.first_weight - weight + idle + held
     if see.bypassed:
         return np.asarray(drained)
-    late = see.ahead[0] + see.c * see.place + _positive(away - lead * forward)
+    late = see.ahead[0] + see.c * see.place + before
+    # With few micro-batches a middle rank ends last: gradients reach it when forwards have long run out.
+    few = _positive(2 * see.p - 1 - see.m) if depth == 2 else np.zeros_like(see.m)
+    back = np.ceil(few / 2)
+    late = late + np.where(see.place == see.p - 1, back * (see.middle[1] + see.c) - few % 2 * weight, 0.0)
     return np.asarray(np.maximum(drained, late))
 
 
@@ -294,8 +313,12 @@ def _interleaved_zb(see: _View) -> Seconds:
     forward = (ahead[0] + behind[0]) / see.v
     inputs = (ahead[1] + behind[1]) / see.v
     weight = (see.p - 1) * see.own[2] / see.v
-    n, further = see.p - 1, (see.v - 1) * see.p * see.c
+    n = see.p - 1
     alone = inputs + 2 * n * see.c if see.bypassed else forward + 3 * n * see.c
+    chunk = [each / see.v for each in see.middle]
+    further = _come_round(see, chunk[0], chunk[0]) + _come_round(see, chunk[1], chunk[1] + chunk[2])
+    # With fewer micro-batches than ranks W comes behind what it should fill.
+    further = further + np.where(see.v > 1, _positive(see.p - see.m) * chunk[2], 0.0)
     return np.asarray(np.maximum(forward + inputs - weight + 4 * n * see.c, alone) + further)
 
 
@@ -328,7 +351,8 @@ def in_flight(
         *(np.atleast_1d(np.asarray(each, dtype=np.float64)) for each in given)
     )
     after = p - 1 - r
-    lead = np.where(v > 1, 2 * after + (v - 1) * p + 1, after + 1)
+    size = _round(p, m)
+    lead = np.where(v > 1, 2 * after + (v - 1) * size + 1, after + 1)
     waits = {
         "gpipe": m,
         "looped-bfs": m,
@@ -338,7 +362,7 @@ def in_flight(
         "zb-h2": _held(2 * after + 1, 2 * r, m, share),
         "zb-v": p + 0 * m,
         "dualpipe-v": p + 0.5 + 0 * m,
-        "interleaved-zb": ((v - 1) * p + after + 1 + r * share) / v,
+        "interleaved-zb": _held((v - 1) * size + after + 1, r, m * v, share) / v,
     }
     found = np.zeros(p.shape)
     for code in np.unique(codes):

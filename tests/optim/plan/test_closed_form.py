@@ -14,8 +14,7 @@ from trine.optim.plan.simulator import simulate
 
 CHUNKS = {"interleaved": 3, "interleaved-zb": 3, "looped-bfs": 3, "zb-v": 2, "dualpipe-v": 2}
 #: How far the formula may be from the simulator's span, with equal ranks and with an embedding and a head.
-EVEN = {"zb-h2": 0.08, "zb-h1": 0.02, "1f1b": 0.01, "zb-v": 0.02, "dualpipe-v": 0.02}
-UNEVEN = {"zb-h2": 0.08}
+EVEN = {"zb-h1": 0.005, "zb-h2": 0.005, "1f1b": 0.01, "zb-v": 0.02, "dualpipe-v": 0.02}
 
 
 def code(name: str) -> int:
@@ -91,14 +90,21 @@ def test_it_is_near_the_simulator(schedule: str, pipeline: int) -> None:
         assert formula == pytest.approx(span, rel=EVEN.get(schedule, 1e-9))
         embedding, head = random.uniform(0, 0.1), random.uniform(0, 0.4)
         formula, span = simulated(schedule, *shape, times, ((embedding, 0.0, embedding), (head,) * 3))
-        assert formula == pytest.approx(span, rel=UNEVEN.get(schedule, 0.04))
+        assert formula == pytest.approx(span, rel=0.05)
 
 
-def test_fewer_microbatches_than_ranks_make_further_chunks_wait() -> None:
-    """Breadth-first with 2 micro-batches on 8 ranks: the second chunk begins when the first has come round."""
-    formula, span = simulated("looped-bfs", 8, 2, 2, (1.0, 1.0, 1.0, 0.01), ((0.0,) * 3, (0.0,) * 3))
-    assert formula == pytest.approx(span)
-    assert span > 2 * 3 + 7 * 3 / 2
+@pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - {"zb-v", "dualpipe-v"}))
+@pytest.mark.parametrize(
+    ("pipeline", "microbatches"), [(4, 1), (4, 2), (4, 3), (8, 2), (8, 5), (8, 10), (8, 12)]
+)
+def test_few_microbatches_fill_no_pipeline(schedule: str, pipeline: int, microbatches: int) -> None:
+    """Fewer than ranks, than a warm-up, or not a multiple: further chunks wait until the first has come round."""
+    shape = (pipeline, CHUNKS.get(schedule, 1), microbatches)
+    formula, span = simulated(schedule, *shape, (1.0, 1.1, 0.9, 0.02), ((0.0,) * 3, (0.0,) * 3))
+    assert formula == pytest.approx(span, rel=0.02)
+    for rank in range(pipeline):
+        held = order_of(schedule, Shape(*shape)).most_held(rank)
+        assert in_flight(code(schedule), *shape, rank)[0] == pytest.approx(held)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
