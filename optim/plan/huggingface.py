@@ -260,6 +260,7 @@ def _odds_and_ends(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, An
         fields["heads"] * reading.flag("sinks")
         + fields.get("experts", 0) * reading.flag("router_bias")
         + hidden * reading.flag("shared_gate")
+        + reading.size("activation_parameters")
     )
     if reading.switch("norms_if_parallel") or (
         "norms_if_parallel" in reading.dialect.values and reading.switch("one_kv_head_unless")
