@@ -11,19 +11,25 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Facts
 
-__all__ = ["no_counterpart", "to_deepspeed"]
+__all__ = ["no_counterpart", "to_deepspeed", "without_counterpart"]
 
 
 def no_counterpart(config: Config) -> str | None:
     """Why DeepSpeed cannot be handed ``config``: the first key, or value, that it has no counterpart for."""
+    return next(iter(without_counterpart(config).values()), None)
+
+
+def without_counterpart(config: Config) -> dict[str, str]:
+    """Key → why DeepSpeed cannot be handed it, or its value; of all that ``config`` sets."""
+    found: dict[str, str] = {}
     for key, value in config.changes().items():
         if key == "engine" or key in BESIDE or key in SAID:
             reason = _cannot_say(config, key, value)
-            if reason:
-                return reason
         else:
-            return f'{key} has no counterpart in DeepSpeed: take it out, or train with engine = "torch"'
-    return None
+            reason = f'{key} has no counterpart in DeepSpeed: take it out, or train with engine = "torch"'
+        if reason:
+            found[key] = reason
+    return found
 
 
 def _cannot_say(config: Config, key: str, value: Any) -> str | None:

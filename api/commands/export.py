@@ -1,0 +1,73 @@
+"""Write a configuration, or a plan's layout, in the words of another tool.
+
+    trine export plan.json --to megatron                  the best layout of `trine plan --format json`
+    trine export plan.json --row 3 --to torchtitan -o trine_torchtitan.py
+    trine export tuned.toml --to accelerate --devices 16 --nodes 2
+
+What the other tool cannot say is named on standard error, one line each; nothing is dropped without a word. Where an export
+is several files, -o names a folder.
+
+Exit codes: 0; 2 for what is no configuration and no plan, and for degrees that do not fit the devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from trine.commands._runs import refuse_overwriting, write_output
+from trine.record.errors import UsageError
+
+__all__ = ["SUMMARY", "prepare_parser", "run"]
+
+SUMMARY = "a configuration or a plan for DeepSpeed, Megatron-LM, torchtitan, Accelerate, …"
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``trine export``."""
+    parser.add_argument(
+        "config", metavar="CONFIG", type=Path, help="a configuration (.toml), or a plan (.json)"
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        metavar="DIALECT",
+        help="accelerate, colossalai, deepspeed, megatron, megatron-deepspeed, pytorch or torchtitan",
+    )
+    parser.add_argument("--row", type=int, metavar="K", help="which layout of a plan (default: 1, its best)")
+    parser.add_argument("--devices", type=int, metavar="N", help="of the job that a configuration is for")
+    parser.add_argument("--nodes", type=int, metavar="N", help="that these devices are on")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write there: a file, or a folder for several"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, write, and name what the dialect cannot say."""
+    from trine.optim.exports import exported_from, write
+
+    exported = exported_from(
+        arguments.config, row=arguments.row, devices=arguments.devices, nodes=arguments.nodes
+    )
+    written = write(arguments.to, exported)
+    if len(written.files) == 1 or arguments.output is None:
+        refuse_overwriting(arguments.output, (str(arguments.config),))
+        write_output(written.text, arguments.output)
+    else:
+        _write_folder(arguments.output, written.files)
+    for line in written.cannot:
+        print(f"not said: {line}", file=sys.stderr)
+    return 0
+
+
+def _write_folder(folder: Path, files: Mapping[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the folder {folder} for {', '.join(files)}: {error.strerror or error}"
+        ) from error
+    for name, text in files.items():
+        write_output(text, folder / name)

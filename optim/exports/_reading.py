@@ -1,0 +1,110 @@
+"""What is to be exported, from a file: our own configuration in TOML, or a plan in JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from trine.optim.config import Config
+from trine.optim.exports._exported import Exported
+from trine.optim.exports._from_layout import checked_row, config_of
+from trine.optim.plan.layouts import Layouts
+from trine.optim.plan.workload import LatentAttention, Workload
+from trine.record.errors import UnreadableInput, UsageError
+
+__all__ = ["SCHEMA", "exported_from", "exported_of_layout"]
+
+#: What ``trine plan --format json`` writes.
+SCHEMA = "trine.plan/1"
+
+
+def exported_from(
+    source: str | Path, *, row: int | None = None, devices: int | None = None, nodes: int | None = None
+) -> Exported:
+    """A file's configuration, or a plan's layout: its best, or the one in ``row``, counted from 1.
+
+    ``devices`` and ``nodes``: of the job that a configuration is for; a plan says its own. Raises ``UsageError`` or
+    ``UnreadableInput`` in one line.
+    """
+    path = Path(source)
+    if path.suffix.lower() != ".json":
+        if row is not None:
+            raise UsageError(f"--row picks a layout of a plan, and {path} is a configuration: leave it out")
+        return Exported(Config.from_toml(path), devices=devices, nodes=nodes)
+    if devices is not None or nodes is not None:
+        raise UsageError(
+            f"{path} is a plan, which says its devices and nodes: leave --devices and --nodes out"
+        )
+    return _of_plan(_parsed(path), str(path), 1 if row is None else row)
+
+
+def exported_of_layout(
+    row: Mapping[str, int | str], workload: Workload | None = None, devices_per_node: int | None = None
+) -> Exported:
+    """One layout of the planner. Raises ``UsageError`` for what is none."""
+    layout = checked_row(row)
+    config, lacks = config_of(layout, workload)
+    devices = int(Layouts.of(**layout).devices[0])
+    nodes = None if devices_per_node is None else max(1, -(-devices // devices_per_node))
+    if nodes is not None and devices % nodes:  # a job that leaves some of a node idle
+        nodes = None
+    return Exported(config, workload, layout, devices, nodes, lacks)
+
+
+def _parsed(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnreadableInput(f"cannot read the plan {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UnreadableInput(f"{path} is no JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(found, Mapping) or found.get("schema") != SCHEMA:
+        said = found.get("schema") if isinstance(found, Mapping) else None
+        raise UnreadableInput(
+            f'{path} is no plan: its "schema" is {json.dumps(said)}, not "{SCHEMA}"; write one by: '
+            f"trine plan MODEL CLUSTER --format json -o {path}"
+        )
+    return found
+
+
+def _of_plan(plan: Mapping[str, Any], where: str, row: int) -> Exported:
+    rows = plan.get("rows")
+    if not isinstance(rows, list) or not rows:
+        raise UnreadableInput(f"{where} holds no layouts: its plan found none that fits")
+    if not 1 <= row <= len(rows):
+        raise UsageError(f"{where} holds {len(rows)} layouts: --row takes 1 to {len(rows)}, not {row}")
+    chosen = rows[row - 1]
+    layout = chosen.get("layout") if isinstance(chosen, Mapping) else None
+    if not isinstance(layout, Mapping):
+        raise UnreadableInput(f"{where}: row {row} has no layout")
+    cluster = plan.get("cluster")
+    per_node = cluster.get("devices_per_node") if isinstance(cluster, Mapping) else None
+    if per_node is not None and (not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1):
+        raise UnreadableInput(f"{where}: devices_per_node of its cluster is {per_node!r}, no whole number")
+    try:
+        return exported_of_layout(layout, _workload(plan.get("workload")), per_node)
+    except UsageError as error:
+        raise UnreadableInput(f"{where}: {error}") from error
+
+
+def _workload(table: Any) -> Workload | None:
+    """As ``dataclasses.asdict`` wrote it."""
+    if table is None:
+        return None
+    if not isinstance(table, Mapping):
+        raise UsageError("its workload is no table")
+    known = {each.name for each in fields(Workload)}
+    unknown = sorted(str(name) for name in table if name not in known)
+    if unknown:
+        raise UsageError(f"a workload has no {unknown[0]!r}")
+    given = dict(table)
+    latent = given.pop("latent", None)
+    try:
+        if latent is not None:
+            given["latent"] = LatentAttention(**latent)
+        return Workload(**given)
+    except TypeError as error:
+        raise UsageError(f"its workload is not one: {error}") from None

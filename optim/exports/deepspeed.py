@@ -1,0 +1,128 @@
+"""DeepSpeed's JSON, by the writer that ``engine = "deepspeed"`` uses, with the parallel degrees that it reads besides.
+
+The engine cuts tensors and spreads experts by itself, where a program of DeepSpeed's own has its configuration do so:
+``tensor_parallel.autotp_size``, ``sequence_parallel_size``, ``expert_parallel`` (``deepspeed/runtime/config.py`` and
+``deepspeed/runtime/tensor_parallel/config.py`` of 0.19).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trine.optim.config import Config
+from trine.optim.dialects.deepspeed_pairs import BESIDE
+from trine.optim.dialects.deepspeed_writing import to_deepspeed, without_counterpart
+from trine.optim.exports._account import Account, Written
+from trine.optim.exports._exported import Exported
+from trine.record.errors import UsageError
+
+__all__ = ["NAME", "TOOL", "export", "tables_of"]
+
+NAME = "deepspeed"
+TOOL = "DeepSpeed 0.19"
+
+_BATCH = ("accumulation.global_batch", "accumulation.micro_batch", "accumulation.steps")
+#: Our degree → where DeepSpeed has it, and the table that goes with it.
+_DEGREES: dict[str, Any] = {
+    "parallel.context": lambda degree: {"sequence_parallel_size": degree},
+    "parallel.tensor": lambda degree: {"tensor_parallel": {"autotp_size": degree}},
+    "parallel.expert": lambda degree: {"expert_parallel": {"enabled": True, "autoep_size": degree}},
+}
+#: What Trine does to model and loader whoever runs the step, and DeepSpeed's file does not.
+_IN_THE_PROGRAM = {
+    "checkpointing": "the program does it: torch.utils.checkpoint, or deepspeed.checkpointing.checkpoint, around its blocks",
+    "compute": "the program does it, where it makes the model",
+    "data": "the program does it, where it makes the loader",
+    "precision": "the program does it: torch.backends.cuda.matmul.allow_tf32",
+}
+
+
+def export(exported: Exported) -> Written:
+    """``ds_config.json``. Clipping is written as off: a configuration leaves it to the loop."""
+    account = Account(exported, TOOL)
+    tables = tables_of(exported, account)
+    if exported.config.parallel.pipeline > 1:
+        account.misses(
+            "parallel.pipeline",
+            "a pipeline is a PipelineModule that the program makes: megatron-deepspeed has one",
+        )
+        for key in ("parallel.schedule", "parallel.chunks", "parallel.microbatches", "parallel.split"):
+            account.misses(key, "is of the pipeline")
+    account.notes("gradient_clipping is written as 0.0, which clips nothing: set it to your norm")
+    return account.written({"ds_config.json": json.dumps(tables, indent=2) + "\n"})
+
+
+def tables_of(exported: Exported, account: Account, apart: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The JSON's tables, with all that DeepSpeed reads; what it does not is named on ``account``.
+
+    ``apart``: keys that another file says, which the tables then leave out.
+    """
+    config = exported.config
+    account.says("engine")
+    for key in config.changes():
+        if key in BESIDE and key not in (*_BATCH, *apart):
+            account.misses(key, _IN_THE_PROGRAM[key.partition(".")[0]])
+    sayable = _sayable(config, account)
+    found = to_deepspeed(sayable)
+    for key in _BATCH:
+        account.says(key)
+    account.says(*sayable.changes())
+    _write_batch(found, exported)
+    for key, table in _DEGREES.items():
+        if key not in apart and account.takes(key):
+            found |= table(config[key])
+    if config.compute.compile == "blocks":
+        account.says("compute.compile")
+        found["compile"] = {"deepcompile": True}
+    _account_for_ranks(exported, account)
+    return found
+
+
+def _sayable(config: Config, account: Account) -> Config:
+    """What the writer takes: without other keys, and without those whose value DeepSpeed has not."""
+    default = Config()
+    apart = {
+        key for key in config.changes() if key in BESIDE or key == "engine" or key.startswith("parallel.")
+    }
+    if config.compute.compile == "blocks":
+        apart.add("compute.compile")
+    sayable = config.with_changes({key: default[key] for key in apart})
+    for _ in range(len(config.changes()) + 1):  # each round takes one out at least
+        missing = without_counterpart(sayable)
+        if not missing:
+            return sayable
+        for key, reason in missing.items():
+            account.misses(key, _reason(reason, key))
+        sayable = sayable.with_changes({key: default[key] for key in missing})
+    raise UsageError(f"{TOOL} cannot say {', '.join(without_counterpart(sayable))}")
+
+
+def _reason(reason: str, key: str) -> str:
+    """Without what the line already begins with, nor the way out that an export is no place for."""
+    words = reason.removeprefix(key).removesuffix(', or train with engine = "torch"')
+    return words.split(": ", 1)[-1].strip(" :") if words.startswith(" = ") else words.strip(" :")
+
+
+def _write_batch(found: dict[str, Any], exported: Exported) -> None:
+    """All of the three that are known; DeepSpeed finds the third itself."""
+    batch = exported.batch
+    for name, value in (
+        ("train_batch_size", batch.whole),
+        ("train_micro_batch_size_per_gpu", batch.micro),
+        ("gradient_accumulation_steps", batch.count),
+    ):
+        if value is not None:
+            found[name] = value
+
+
+def _account_for_ranks(exported: Exported, account: Account) -> None:
+    """Replicas are the ranks that are left over; groups that shard among themselves there are for parameters alone."""
+    if exported.config.parallel.shard is None:
+        account.says("parallel.data")
+        return
+    for key in ("parallel.data", "parallel.shard"):
+        account.misses(
+            key,
+            "state is sharded over all data-parallel ranks: zero_hpz_partition_size keeps a copy of parameters a node alone",
+        )

@@ -1,0 +1,70 @@
+"""PyTorch: our own configuration, which ``trine.optimize`` applies to a program with PyTorch's own means."""
+
+from __future__ import annotations
+
+from trine.optim.config import Config
+from trine.optim.exports._account import Account, Written
+from trine.optim.exports._exported import Exported
+from trine.optim.techniques import refusals
+
+__all__ = ["NAME", "TOOL", "export"]
+
+NAME = "pytorch"
+TOOL = "PyTorch, by trine.optimize"
+
+#: What DistributedDataParallel does with its buckets, and what replaces its all-reduce: FSDP2, which averages from
+#: ``zero.stage`` 2 on and beside other kinds of parallelism, has no such thing (``docs/layouts.md``, ``docs/zero.md``).
+_OF_REPLICAS = (
+    "communication.bucket_mib",
+    "communication.first_bucket_mib",
+    "communication.gradient_as_view",
+    "communication.static_graph",
+    "communication.overlap",
+    "communication.algorithm",
+    "communication.nccl",
+)
+_COMPRESSION = "communication.compression"
+#: Keys that mean nothing without compression.
+_OF_COMPRESSION = (
+    _COMPRESSION,
+    "communication.compression_levels",
+    "communication.compression_rank",
+    "communication.compression_warmup_steps",
+)
+
+
+def export(exported: Exported) -> Written:
+    """The configuration as TOML, without what the runtime would refuse; that is named."""
+    config = exported.config
+    account = Account(exported, TOOL)
+    parallel = config.parallel
+    is_hybrid = max(parallel.tensor, parallel.context, parallel.pipeline, parallel.expert) > 1
+    dropped: dict[str, str] = {}
+    changed: dict[str, object] = {}
+    if is_hybrid and config.zero.stage == 1:
+        changed["zero.stage"] = 2
+        account.misses(
+            "zero.stage", "beside other kinds of parallelism gradients are sharded too: written as 2"
+        )
+    if is_hybrid or config.zero.stage >= 2:
+        dropped |= dict.fromkeys(
+            _OF_REPLICAS, "is DistributedDataParallel's, and FSDP2 averages here: left out"
+        )
+        if is_hybrid or config.communication.compression == "powersgd":
+            why = "is of whole gradients over all ranks, and FSDP2 hands out shards here: left out"
+            dropped |= dict.fromkeys(_OF_COMPRESSION, why)
+        if is_hybrid:
+            dropped["zero.quantized_weights"] = "is of plain sharding alone: left out"
+    adapted = _without(config, dropped).with_changes(changed)
+    for key, reason in refusals(adapted).items():
+        dropped[key] = reason
+    adapted = _without(adapted, dropped)
+    for key, reason in dropped.items():
+        account.misses(key, reason)
+    account.says(*adapted.changes())
+    return account.written({"trine.toml": adapted.to_toml()})
+
+
+def _without(config: Config, keys: dict[str, str]) -> Config:
+    default = Config()
+    return config.with_changes({key: default[key] for key in keys if config[key] != default[key]})
