@@ -1,0 +1,136 @@
+"""Operators by hand: tiles and waves, rooflines, recomputation, and what each does to a layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trine.optim.plan import Cluster, Layouts, Workload
+from trine.optim.plan.columns import Conditions, Sizes
+from trine.optim.plan.constants import stack_named
+from trine.optim.plan.devices import device_named
+from trine.optim.plan.operators import Rates, layer_times, matmul_s
+
+A100 = device_named("A100-SXM4-80GB")
+GPT = Workload(
+    name="gpt", layers=48, hidden=6144, heads=64, ffn=24576, vocab=51200, sequence=2048, dropout=True
+)
+
+
+def rates(rate: float = 100e12, units: float = 100.0, depth: float = 0.0, memory: float = 1e15) -> Rates:
+    return Rates(*(np.asarray([value]) for value in (rate, memory, units, depth, 2.0)))
+
+
+def seconds(rows: float, columns: float, depth: float, on: Rates, count: float = 1.0) -> float:
+    return float(matmul_s(*(np.asarray([float(value)]) for value in (rows, columns, depth, count)), on)[0])
+
+
+def layer(workload: Workload, stack: str = "megatron-lm-2022", **layout: object):  # type: ignore[no-untyped-def]
+    cluster = Cluster(device=A100, devices_per_node=8)
+    return layer_times(
+        Sizes.of(workload), Conditions.of(cluster, stack_named(stack)), Layouts.of(**layout)
+    ).dense
+
+
+def test_whole_waves_take_the_peak_rate() -> None:
+    # 25,600 × 512 in tiles of 256 × 128 are 400 tiles: four whole waves of a hundred units.
+    assert seconds(25600, 512, 4096, rates()) == pytest.approx(2 * 25600 * 512 * 4096 / 100e12)
+
+
+def test_a_wave_that_is_not_full_costs_more_than_its_share() -> None:
+    whole = seconds(25600, 512, 4096, rates())
+    assert seconds(25600 + 256, 512, 4096, rates()) > whole * 404 / 400
+
+
+def test_a_tile_is_filled_and_drained_along_the_summed_dimension() -> None:
+    plain, slow = (seconds(25600, 512, 1024, rates(depth=depth)) for depth in (0.0, 64.0))
+    assert slow / plain == pytest.approx((1024 + 64) / 1024)
+
+
+def test_a_thin_matmul_is_bound_by_memory() -> None:
+    # One row: a matrix of 16-bit elements is read once.
+    found = seconds(1, 8192, 8192, rates(rate=1e15, memory=1e12))
+    assert found == pytest.approx(2 * (8192 + 8192 * 8192 + 8192) / 1e12)
+
+
+@given(
+    st.integers(1, 4096),
+    st.integers(1, 4096),
+    st.integers(1, 8192),
+    st.sampled_from([1, 2, 8]),
+    st.integers(1, 4),
+)
+def test_no_matmul_beats_its_rooflines(rows: int, columns: int, depth: int, count: int, more: int) -> None:
+    on = rates(depth=64.0, memory=2e12)
+    found = seconds(rows, columns, depth, on, count)
+    assert found >= 2 * rows * columns * depth * count / 100e12 * (1 - 1e-9)
+    assert found >= 2 * (rows * depth + depth * columns + rows * columns) * count / 2e12 * (1 - 1e-9)
+    assert seconds(rows, columns, depth * (1 + more), on, count) >= found * (1 - 1e-9)
+
+
+def test_recomputation_repeats_a_forward_or_its_scores() -> None:
+    found = layer(GPT, tensor=8, micro_batch=4, recompute=["none", "selective", "full"])
+    again, forward, scores = found.recompute_s, found.forward_s, found.scores_s
+    assert again.tolist() == pytest.approx([0.0, float(scores[0]), float(forward[0])])
+    # Table 4 again: selective recomputation costs 7 % of a layer where scores are kept in memory.
+    share = again[1] / (found.forward_s + found.input_s + found.weight_s)[1]
+    assert 0.03 < share < 0.11
+
+
+def test_grouped_queries_and_windows_save_time() -> None:
+    plain = layer(GPT, "megatron-core").forward_s[0]
+    assert layer(GPT.with_changes(kv_heads=8), "megatron-core").forward_s[0] < plain
+    long = GPT.with_changes(sequence=32768)
+    windowed = long.with_changes(window=4096, window_layers=48)
+    assert layer(windowed, "megatron-core").forward_s[0] < layer(long, "megatron-core").forward_s[0]
+
+
+def test_heads_that_are_not_aligned_leave_the_tensor_units() -> None:
+    # One model of width 13,824: 96 heads of 144, or 128 of 108.
+    sizes = {"hidden": 13824, "ffn": 55296, "kv_heads": 0, "head_size": 0}
+    even, odd = (
+        layer(
+            Workload(name="x", layers=78, heads=heads, vocab=250880, sequence=2048, **sizes),
+            tensor=4,
+            micro_batch=4,
+        )
+        for heads in (96, 128)
+    )
+    assert odd.scores_s[0] > 5 * even.scores_s[0]
+    # Fused kernels pad their tiles.
+    fused_even, fused_odd = (
+        layer(
+            Workload(name="x", layers=78, heads=heads, vocab=250880, sequence=2048, **sizes),
+            "megatron-core",
+            tensor=4,
+        )
+        for heads in (96, 128)
+    )
+    assert fused_odd.scores_s[0] < 1.2 * fused_even.scores_s[0]
+
+
+def test_fp8_hastens_matmuls_alone() -> None:
+    hopper = Cluster(device=device_named("H100-SXM-80GB"), devices_per_node=8)
+    found = layer_times(
+        Sizes.of(GPT),
+        Conditions.of(hopper, stack_named("megatron-core")),
+        Layouts.of(tensor=4, precision=["bf16", "fp8"]),
+    )
+    assert found.dense.weight_s[1] < 0.75 * found.dense.weight_s[0]
+    assert found.dense.scores_s[1] == found.dense.scores_s[0]
+    assert found.head.forward_s[1] == found.head.forward_s[0]
+
+
+def test_an_odd_vocabulary_is_slow_where_nobody_pads_it() -> None:
+    cluster = Cluster(device=A100, devices_per_node=8)
+
+    def head_s(vocab: int, stack: str, tensor: int = 1) -> float:
+        sizes = Sizes.of(GPT.with_changes(vocab=vocab))
+        conditions = Conditions.of(cluster, stack_named(stack))
+        return float(layer_times(sizes, conditions, Layouts.of(tensor=tensor)).head.weight_s[0])
+
+    assert head_s(50257, "pytorch") > 2 * head_s(50304, "pytorch")
+    assert head_s(50257, "megatron-core") < 1.1 * head_s(50304, "megatron-core")
+    assert head_s(50257, "pytorch", tensor=2) < head_s(50304, "pytorch")

@@ -1,0 +1,212 @@
+"""Published runs as the planner takes them: derived, assumed, skipped, and never a crash."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+ROW = {
+    "table": "made",
+    "row_id": "made-1",
+    "model": "GPT-22B",
+    "layers": "48.0",
+    "hidden": "6144.0",
+    "ffn": "24576",
+    "heads": "64",
+    "vocab": "51200",
+    "seq_len": "2048",
+    "mlp": "gelu",
+    "gpu": "A100-SXM4-80GB",
+    "n_gpus": "64",
+    "gpus_per_node": "8.0",
+    "intra_link": "NVLink3 300GB/s/dir NVSwitch",
+    "inter_link_per_gpu": "200Gb/s HDR IB (8 HCA/node)",
+    "framework": "Megatron-LM 2022",
+    "precision": "fp16",
+    "tp": "8",
+    "pp": "2",
+    "gbs": "64",
+    "mbs": "4",
+    "recompute": "selective(attention)",
+    "step_time_s": "3.9",
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("planner_rows")
+
+
+@pytest.fixture(scope="module")
+def planner() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("planner")
+
+
+def one(rows: ModuleType, **changes: str) -> Any:
+    runs, skipped = rows.read_rows([{**ROW, **changes}])
+    assert not skipped, skipped
+    return runs[0]
+
+
+def reason(rows: ModuleType, **changes: str) -> str:
+    runs, skipped = rows.read_rows([{**ROW, **changes}])
+    assert not runs and len(skipped) == 1
+    return str(skipped[0].reason)
+
+
+def test_data_ranks_and_micro_batches_are_derived(rows: ModuleType) -> None:
+    run = one(rows)
+    assert (run.layout["data"], run.layout["microbatches"]) == (4, 4)
+    assert run.layout["recompute"] == "selective" and run.stack.name == "megatron-lm-2022"
+    assert run.cluster.nodes == 8 and run.cluster.between.bandwidth.bytes_per_s == 25e9
+
+
+def test_data_ranks_that_do_not_fit_the_devices_are_corrected_and_said(rows: ModuleType) -> None:
+    run = one(rows, dp="16")
+    assert run.layout["data"] == 4 and any("data ranks" in note for note in run.assumed)
+
+
+def test_throughput_is_a_truth_too(rows: ModuleType) -> None:
+    run = one(rows, step_time_s="", tokens_per_s_gpu="525.1")
+    assert run.seconds == pytest.approx(64 * 2048 / 64 / 525.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [("fp8 rowwise", "fp8"), ("MXFP8", "fp8"), ("amp_bf16", "bf16"), ("bf16", "bf16"), ("", "bf16")],
+)
+def test_precisions_as_people_write_them(rows: ModuleType, text: str, precision: str) -> None:
+    run = one(rows, precision=text, gpu="H100-SXM-80GB")
+    assert run.layout["precision"] == precision
+    assert run.stack.fp8_gain == (0.0 if "rowwise" in text else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "recompute"),
+    [
+        ("selective (per-op SAC)", "selective"),
+        ("none (recipe default)", "none"),
+        ("full", "full"),
+        ("", "selective"),
+        ("selective layer", "budget"),
+    ],
+)
+def test_recomputation_as_people_write_it(rows: ModuleType, text: str, recompute: str) -> None:
+    run = one(rows, recompute=text)
+    assert run.layout["recompute"] == recompute
+    if not text:
+        assert "recomputation selective" in run.assumed
+
+
+def test_a_range_is_its_middle_and_said(rows: ModuleType) -> None:
+    run = one(rows, step_time_s="3.8-4.0")
+    assert run.seconds == pytest.approx(3.9) and any("middle" in note for note in run.assumed)
+
+
+def test_layers_come_from_parameters_where_nobody_says_them(rows: ModuleType) -> None:
+    run = one(rows, layers="", params_b="22.0")
+    assert run.workload.layers == 48 and any("48 layers" in note for note in run.assumed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden": ""}, "no hidden"),
+        ({"n_gpus": ""}, "no n_gpus"),
+        ({"gpu": "Abacus 3000"}, "Abacus 3000"),
+        ({"step_time_s": ""}, "no truth"),
+        ({"precision": "NVFP4"}, "fp4"),
+        ({"tp": "", "pp": "", "mbs": ""}, "no layout"),
+        ({"tp": "7"}, "divide"),
+        ({"gbs": "", "mbs": ""}, "neither global batch nor micro-batch"),
+    ],
+)
+def test_what_cannot_be_predicted_is_skipped_with_its_reason(
+    rows: ModuleType, changes: dict[str, str], said: str
+) -> None:
+    found = reason(rows, **changes)
+    assert said in found and "\n" not in found
+
+
+def test_unknown_software_is_plain_pytorch_and_said(rows: ModuleType) -> None:
+    run = one(rows, framework="Our own trainer")
+    assert run.stack.name == "pytorch" and "Our own trainer as plain PyTorch" in run.assumed
+
+
+def test_out_of_memory_is_a_truth_without_time(rows: ModuleType) -> None:
+    run = one(rows, step_time_s="", oom="1.0")
+    assert run.oom and run.seconds is None
+
+
+def test_adapters_freeze_weights(rows: ModuleType) -> None:
+    assert one(rows, notes="LoRA Performance").frozen
+
+
+@given(st.data())
+def test_no_row_crashes(rows: ModuleType, data: st.DataObject) -> None:
+    words = st.sampled_from(
+        ["", "nan", "-1", "0", "1e9", "3-5", "many", "fp8", "selective", "A100", "α", "None", "4x"]
+    )
+    changed = data.draw(st.dictionaries(st.sampled_from(sorted(ROW)), words, max_size=6))
+    runs, skipped = rows.read_rows([{**ROW, **changed}])
+    assert len(runs) + len(skipped) == 1
+
+
+def test_scores_of_a_file_of_ones_own(
+    planner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = [
+        {**ROW, "row_id": "made-2", "tp": "4", "pp": "4", "step_time_s": "4.3"},
+        {**ROW, "row_id": "made-3", "gpu": "Abacus 3000"},
+        {"table": "bare"},
+    ]
+    path = tmp_path / "runs.csv"
+    lines = [",".join(ROW), *(",".join(str(row.get(name, "")) for name in ROW) for row in [ROW, *extra])]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert planner.main(["--runs", str(path), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    summary = found["summary"]
+    assert summary["predicted"] == 2 and summary["rows"] == 4 and sum(summary["skipped"].values()) == 2
+    assert summary["coverage"] == pytest.approx(2 / 3)
+    for name in (
+        "tau_single",
+        "tau_multi",
+        "regret_single",
+        "regret_multi",
+        "step_error_median",
+        "step_error_p90",
+    ):
+        assert name in summary
+    assert found["tables"]["made"]["groups"] == 1 and found["tables"]["made"]["step_error_median"] < 0.3
+    assert planner.main(["--runs", str(tmp_path / "absent.csv")]) == 2
+
+
+def test_tau_counts_pairs_in_order(planner: ModuleType) -> None:
+    first = np.asarray([1.0, 2.0, 3.0, 4.0])
+    assert planner.kendall_tau(first, first) == 1
+    assert planner.kendall_tau(first, -first) == -1
+    # One of six pairs is turned round: 5 − 1 of 6.
+    assert planner.kendall_tau(first, np.asarray([1.0, 3.0, 2.0, 4.0])) == pytest.approx(4 / 6)
+
+
+@pytest.mark.slow
+def test_published_runs_are_met(planner: ModuleType, rows: ModuleType, tables: Path) -> None:
+    found = planner.score(*rows.read_runs(tables / "training_runs.csv"))["summary"]
+    assert found["coverage"] > 0.95 and found["configs_per_minute"] > 100_000
+    assert found["step_error_median"] < 0.08 and found["step_error_p90"] < 0.2
+    assert found["tau_single"] > 0.85

@@ -1,0 +1,205 @@
+"""A step's parts: they sum, they answer to what they are of, and published steps are met."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trine.optim.plan import Bandwidth, Cluster, Layouts, Link, Workload
+from trine.optim.plan.constants import stack_named, stacks
+from trine.optim.plan.devices import device_named
+from trine.optim.plan.step import PARTS, predict, rank_times
+from trine.record.errors import UsageError
+
+GPT = Workload(
+    name="gpt", layers=48, hidden=6144, heads=64, ffn=24576, vocab=51200, sequence=2048, dropout=True
+)
+MIXTURE = Workload(
+    name="mixture",
+    layers=48,
+    hidden=2048,
+    heads=32,
+    kv_heads=4,
+    ffn=768,
+    vocab=151936,
+    sequence=4096,
+    gated=True,
+    experts=128,
+    experts_per_token=8,
+    expert_ffn=768,
+)
+
+
+def cluster(nodes: int = 8, device: str = "A100-SXM4-80GB", between: float = 200.0) -> Cluster:
+    return Cluster(
+        device=device_named(device),
+        devices_per_node=8,
+        nodes=nodes,
+        between=Link(Bandwidth.gigabits_per_s(between), "infiniband"),
+    )
+
+
+def step(layouts: Layouts, workload: Workload = GPT, stack: str = "megatron-lm-2022", **how: float):  # type: ignore[no-untyped-def]
+    return predict(workload, cluster(**how), stack_named(stack), layouts)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40)
+@given(
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    pipeline=st.sampled_from([1, 2, 4, 8]),
+    micro_batch=st.integers(1, 8),
+    microbatches=st.integers(1, 64),
+    zero_stage=st.integers(0, 3),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    precision=st.sampled_from(["fp16", "bf16", "tf32"]),
+    stack=st.sampled_from(sorted(stacks())),
+)
+def test_parts_are_finite_and_sum_to_the_step(stack: str, **layout: object) -> None:
+    layouts = Layouts.of(data=2, **layout)
+    found = step(layouts, stack=stack)
+    assert set(found.parts) == set(PARTS)
+    for name, seconds in found.parts.items():
+        assert np.isfinite(seconds).all() and (seconds >= -1e-12).all(), name
+    assert sum(part[0] for part in found.parts.values()) == pytest.approx(found.step_s[0])
+    assert 0 < found.low_s[0] < found.step_s[0] < found.high_s[0]
+    assert 0 < found.mfu("megatron")[0] < 1
+
+
+def test_columns_are_as_rows_one_by_one() -> None:
+    layouts = Layouts.of(
+        tensor=[1, 2, 4, 8], pipeline=[8, 4, 2, 1], data=2, microbatches=16, zero_stage=[0, 1, 2, 3]
+    )
+    together = step(layouts).step_s
+    assert together.tolist() == pytest.approx([step(layouts.take([row])).step_s[0] for row in range(4)])
+
+
+def test_published_step_times_of_one_node() -> None:
+    # Korthikanti et al. 2022, table 5: 22 billion on eight A100 with four sequences, 1.42 s and 1.10 s.
+    layouts = Layouts.of(
+        tensor=8, micro_batch=4, sequence=[0, 1], recompute=["full", "selective"], precision="fp16"
+    )
+    assert step(layouts, nodes=1).step_s.tolist() == pytest.approx([1.42, 1.10], rel=0.1)
+
+
+def test_published_layer_times() -> None:
+    # The same paper, table 4: of one layer with its collectives, 7.7 ms forward, 11.9 backward, 19.5 with full recomputation.
+    layouts = Layouts.of(tensor=8, micro_batch=4, recompute=["none", "full"], precision="fp16")
+    found = rank_times(GPT, cluster(1), stack_named("megatron-lm-2022"), layouts).middle
+    assert (found.forward_s / 48).tolist() == pytest.approx([7.7e-3, 7.7e-3], rel=0.1)
+    assert ((found.input_s + found.weight_s) / 48).tolist() == pytest.approx([11.9e-3, 19.5e-3], rel=0.12)
+
+
+def test_a_step_is_affine_in_its_micro_batches() -> None:
+    layouts = Layouts.of(
+        tensor=8, pipeline=8, chunks=6, schedule="interleaved", data=4, microbatches=[32, 64, 96]
+    )
+    seconds = step(layouts, nodes=32).step_s
+    assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0], rel=1e-6)
+    # And starts above the ideal bubble alone: synchronisation, optimizer and fixed costs.
+    per_batch = (seconds[1] - seconds[0]) / 32
+    assert seconds[0] - 32 * per_batch > 7 / 6 * per_batch
+
+
+def test_chunks_shrink_the_bubble_and_zero_bubbles_more() -> None:
+    layouts = Layouts.of(
+        pipeline=8, microbatches=16, chunks=[1, 3, 1], schedule=["1f1b", "interleaved", "zb-h2"]
+    )
+    idle = step(layouts).parts["pipeline_bubble"]
+    assert idle[1] == pytest.approx(idle[0] / 3, rel=0.3)
+    assert idle[2] < 0.5 * idle[0]
+
+
+def test_a_large_vocabulary_makes_the_last_stage_the_slowest() -> None:
+    layouts = Layouts.of(pipeline=8, tensor=8, microbatches=64)
+    small, large = (step(layouts, GPT.with_changes(vocab=vocab)).step_s[0] for vocab in (51200, 256000))
+    head_flops = 6 * 2048 * 64 * 6144 * (256000 - 51200) / 8
+    # All micro-batches pass through the one stage that has it.
+    assert large - small > 0.8 * head_flops / 312e12
+
+
+def test_slower_networks_cost_exposed_gradients() -> None:
+    layouts = Layouts.of(tensor=8, data=8, microbatches=2)
+    slow, fast = (step(layouts, between=rate).parts["exposed_gradients"][0] for rate in (100.0, 400.0))
+    assert slow == pytest.approx(4 * fast, rel=0.15)
+
+
+def test_sharded_optimizer_state_is_updated_by_its_ranks() -> None:
+    layouts = Layouts.of(tensor=8, data=8, zero_stage=[0, 1])
+    whole, share = step(layouts).parts["optimizer"]
+    assert share == pytest.approx(whole / 8)
+
+
+def test_gathers_are_hidden_until_they_are_longer_than_computing() -> None:
+    layouts = Layouts.of(data=64, zero_stage=3, micro_batch=[8, 1])
+    found = step(layouts, stack="torchtitan", between=50.0)
+    assert found.parts["gathers"][0] < 0.25 * found.parts["compute"][0]
+    assert found.parts["gathers"][1] > found.parts["compute"][1]
+
+
+def test_compression_sends_less_and_costs_memory() -> None:
+    layouts = Layouts.of(data=64, compression=["none", "int8"])
+    plain, small = step(layouts, stack="megatron-lm-2023").parts["exposed_gradients"]
+    assert 0.15 * plain < small < 0.5 * plain
+
+
+def test_experts_meet_all_to_alls_and_launches() -> None:
+    layouts = Layouts.of(data=64, expert=[8, 64], micro_batch=2)
+    found = predict(
+        MIXTURE, cluster(device="H100-SXM-80GB", between=400.0), stack_named("megatron-core-moe"), layouts
+    )
+    inside, across = found.parts["expert_communication"]
+    assert across > 3 * inside > 0
+    graphs = dataclasses.replace(stack_named("megatron-core-moe"), captured=True)
+    captured = predict(MIXTURE, cluster(device="H100-SXM-80GB"), graphs, layouts)
+    assert captured.parts["overhead"][0] < found.parts["overhead"][0]
+
+
+def test_imbalance_of_experts_costs() -> None:
+    layouts = Layouts.of(data=64, expert=8, micro_batch=4)
+    even, uneven = (
+        step(layouts, MIXTURE.with_changes(load_imbalance=load), stack="megatron-core-moe").step_s[0]
+        for load in (1.0, 1.5)
+    )
+    assert 1.1 * even < uneven < 1.5 * even
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    layouts = Layouts.of(tensor=8, data=8)
+    whole = step(layouts)
+    adapters = predict(GPT, cluster(), stack_named("megatron-lm-2022"), layouts, frozen=True)
+    assert adapters.parts["exposed_gradients"][0] == 0 and adapters.parts["optimizer"][0] == 0
+    assert 0.6 < adapters.parts["compute"][0] / whole.parts["compute"][0] < 0.8
+
+
+def test_offload_costs_what_links_take() -> None:
+    layouts = Layouts.of(data=8, zero_stage=1, optimizer_offload=["none", "cpu", "nvme"])
+    none, cpu, nvme = step(layouts, nodes=1).step_s
+    assert none < cpu < nvme
+
+
+def test_messages_between_stages_cost_what_the_network_takes() -> None:
+    layouts = Layouts.of(data=8, pipeline=8, microbatches=64)
+    shown = step(layouts, between=10.0).parts["pipeline_messages"][0]
+    assert shown > step(layouts, between=400.0).parts["pipeline_messages"][0] >= 0
+
+
+def test_many_configurations_a_minute() -> None:
+    layouts = Layouts.of(tensor=[1, 2, 4, 8] * 1000, pipeline=[1, 2, 4, 8, 8, 4, 2, 1] * 500, microbatches=16)
+    start = time.process_time()
+    step(layouts)
+    assert len(layouts) / (time.process_time() - start) * 60 > 100_000
+
+
+def test_a_precision_that_a_device_lacks_is_not_a_number() -> None:
+    # The search says why (constraints); a prediction is no place for a guess.
+    assert np.isnan(step(Layouts.of(precision="fp8")).step_s[0])
+
+
+def test_unknown_conventions_are_refused() -> None:
+    with pytest.raises(UsageError, match="no FLOPs convention"):
+        step(Layouts.of()).mfu("mine")  # type: ignore[arg-type]
