@@ -163,6 +163,11 @@ class Layouts:
 
 def _coded(name: str, value: Any) -> Integers:
     if name in KINDS:
+        if isinstance(value, np.ndarray) and value.dtype.kind == "i":
+            beyond = (value < 0) | (value >= len(KINDS[name]))
+            if beyond.any():
+                raise UsageError(f"{name} has no code {value[beyond].flat[0]}")
+            return value.astype(np.int64)
         words = [value] if isinstance(value, str | int | np.integer) else list(value)
         codes = np.asarray([_code(name, word) for word in words], dtype=np.int64)
         return codes[0] if isinstance(value, str | int | np.integer) else codes

@@ -15,6 +15,7 @@ from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import SCHEDULES, Layouts
 from trine.optim.plan.schedules import Order, Shape, Work, order_of
 from trine.optim.plan.simulator import simulate
+from trine.optim.plan.stages import stage_layers
 from trine.optim.plan.step import RankTimes, rank_times
 from trine.optim.plan.workload import Workload
 
@@ -34,24 +35,34 @@ class Pipelined:
     exact: bool
 
 
-def work_of(times: RankTimes, layouts: Layouts, row: int, *, messages: bool = True) -> Work:
-    """Every stage's seconds on one micro-batch, in the order of the stages."""
+def work_of(times: RankTimes, layers: int, layouts: Layouts, row: int, *, messages: bool = True) -> Work:
+    """Every stage's seconds on one micro-batch, in the order of the stages, of a model of so many ``layers``."""
     ranks, chunks = int(layouts["pipeline"][row]), int(layouts["chunks"][row])
-    stages = ranks * chunks
+    middle, ends = _stage_layers(layers, ranks, chunks)
+    of_rank = float(times.middle_layers[row])
 
     def seconds(name: str) -> tuple[float, ...]:
-        middle, ends, first, last = (
+        one, own, first, last = (
             float(getattr(getattr(times, which), name)[row]) for which in ("middle", "ends", "first", "last")
         )
-        found = [middle / chunks] * stages
-        # The first and the last stage have what their rank has less or more than a middle one.
-        fewer = ends - middle
-        found[0] += fewer + (first - ends)
-        found[-1] += fewer + (last - ends)
-        return tuple(max(value, 0.0) for value in found)
+        layer = one / of_rank
+        found = [layer * middle] * (ranks * chunks)
+        found[0], found[-1] = (layer * ends + extra - own for extra in (first, last))
+        return tuple(found)
 
     message_s = float(np.broadcast_to(times.message_s, len(layouts))[row]) if messages else 0.0
     return Work(seconds("forward_s"), seconds("input_s"), seconds("weight_s"), message_s)
+
+
+def _stage_layers(layers: int, ranks: int, chunks: int) -> tuple[float, float]:
+    """Of a middle stage, and of the first and the last."""
+    stages = ranks * chunks
+    if chunks > 1 and layers % stages and (layers + 2) % stages == 0:
+        # The first and the last may have an embedding or a head, and no layer.
+        each = (layers + 2) // stages
+        return float(each), float(each - 1)
+    middle, ends = stage_layers(layers, stages)
+    return float(middle), float(ends)
 
 
 def idle_of(
@@ -62,10 +73,12 @@ def idle_of(
         return None
     one = layouts.take([row])
     times = rank_times(workload, cluster, stack, one)
-    spans = [_span_s(one, work_of(times, one, 0, messages=sent)) for sent in (False, True)]
-    busy = _busiest_s(work_of(times, one, 0), one) * int(one["microbatches"][0])
+    spans = [_span_s(one, work_of(times, workload.layers, one, 0, messages=sent)) for sent in (False, True)]
+    busy = _busiest_s(work_of(times, workload.layers, one, 0), one) * int(one["microbatches"][0])
     (silent, exact), (full, _) = spans
-    return Pipelined(max(silent - busy, 0.0), full - silent, exact)
+    # Software that does not hide messages waits for its own besides; links of the simulation carry them beside computing.
+    steady = float(np.broadcast_to(times.steady_messages_s, 1)[0]) * int(one["microbatches"][0])
+    return Pipelined(max(silent - busy, 0.0), full - silent + steady, exact)
 
 
 def _busiest_s(work: Work, one: Layouts) -> float:

@@ -37,7 +37,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Tally:
-    """Configurations: all that there are, those whose time or memory was computed, and seconds that this took."""
+    """Configurations: all that there are, those whose time or memory was computed, and processor seconds that this took."""
 
     shapes: int = 0
     configurations: int = 0
@@ -122,12 +122,12 @@ class Searcher:
         return np.where((host > 0) & (found.host_bytes > host), np.inf, found.peak_bytes)
 
     def _in_pieces(self, layouts: Layouts, function: object) -> Column:
-        begin = time.perf_counter()
+        begin = time.process_time()
         pieces = [
             function(layouts.take(slice(start, start + _ROWS)))  # type: ignore[operator]
             for start in range(0, len(layouts), _ROWS)
         ]
-        self.tally.seconds += time.perf_counter() - begin
+        self.tally.seconds += time.process_time() - begin
         return np.concatenate(pieces) if pieces else np.empty(0)
 
     def _weighed(self, layouts: Layouts) -> Found:

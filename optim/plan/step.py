@@ -137,7 +137,8 @@ class _Rank:
 @dataclass(frozen=True, slots=True)
 class RankTimes:
     """What ranks of a pipeline take for one micro-batch (all their chunks): a middle one, and the first and last without and
-    with the embedding and the head. ``message_s``: from one rank to the next."""
+    with the embedding and the head. ``message_s``: from one rank to the next; ``steady_messages_s``: what a rank waits for its
+    own, once the pipeline is full."""
 
     middle: _Rank
     ends: _Rank
@@ -145,6 +146,7 @@ class RankTimes:
     last: _Rank
     middle_layers: Column
     message_s: Column
+    steady_messages_s: Column
 
 
 def rank_times(workload: Workload, cluster: Cluster, stack: Stack, layouts: Layouts) -> RankTimes:
@@ -168,6 +170,7 @@ def _ranks(
         last=ends.plus(head.forward_s, head.input_s, head.weight_s),
         middle_layers=middle_layers,
         message_s=traffic.message_s,
+        steady_messages_s=traffic.steady_messages_s,
     )
     return found, traffic, layer
 

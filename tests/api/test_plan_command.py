@@ -1,0 +1,99 @@
+"""`trine plan` as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trine.cli import main
+
+ASK = [
+    "plan",
+    "llama3-8b",
+    "dgx-h100",
+    "--devices",
+    "8",
+    "--global-batch",
+    "64",
+    "--pin",
+    "pipeline=1",
+    "--top",
+    "3",
+]
+
+
+def test_text_says_the_winner_its_time_and_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASK, "--tokens", "1T", "--price", "2.5"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    head = "\n".join(shown.out.splitlines()[:8])
+    assert "llama3-8b" in head and "8 x H100" in head and "megatron-core" in head
+    assert (
+        " a step, MFU " in " ".join(head.split())
+        and "tokens/s" in head
+        and "days" in head
+        and "price" in head
+    )
+    for title in ("The best layouts", "Where the step goes", "How modules are split", "Why not otherwise"):
+        assert title in shown.out
+    assert "fitted on" in shown.out and "configurations" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 100
+
+
+def test_json_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert main([*ASK, "-o", str(file)]) == 0
+    assert capsys.readouterr().err == f"Wrote {file}\n"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["schema"] == "trine.plan/1" and len(content["ranked"]) == 3
+    assert content["options"]["pins"] == {"pipeline": [1]}
+    assert content["stack"]["name"] == "megatron-core"
+
+
+@pytest.mark.parametrize("form", ["md", "html"])
+def test_other_forms(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASK, "--format", form]) == 0
+    assert "The best layouts" in capsys.readouterr().out
+
+
+def test_files_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, cluster = tmp_path / "model.toml", tmp_path / "cluster.toml"
+    model.write_text('like = "llama3-8b"\nlayers = 16\n', encoding="utf-8")
+    cluster.write_text('device = "H100-SXM-80GB"\ndevices_per_node = 4\n', encoding="utf-8")
+    assert (
+        main(["plan", str(model), str(cluster), "--global-batch", "8", "--stack", "torchtitan", "--top", "1"])
+        == 0
+    )
+    assert "4 x H100" in capsys.readouterr().out
+    before = model.read_text(encoding="utf-8")
+    assert main(["plan", str(model), str(cluster), "--format", "text", "-o", str(model)]) == 2
+    assert model.read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nosuchmodel", "dgx-h100"], "no model is called"),
+        (["llama3-8b", "nosuchcluster"], "no cluster is called"),
+        (["llama3-8b", "dgx-h100", "--devices", "12"], "take 8 or 16"),
+        (["llama3-8b", "dgx-h100", "--devices", "0"], "at least 1"),
+        (["llama3-8b", "dgx-h100", "--pin", "tensor=16"], "nearest that works: tensor 8"),
+        (["llama3-8b", "dgx-h100", "--pin", "tensor=8", "--pin", "tensor=4"], "pinned twice"),
+        (["llama3-8b", "dgx-h100", "--pin", "colour=red"], "a layout has no 'colour'"),
+        (["llama3-405b", "dgx-h100"], "does not fit"),
+        (["llama3-8b", "dgx-h100", "--tokens", "lots"], "no number of tokens"),
+        (["llama3-8b", "dgx-h100", "--price", "2"], "needs the tokens"),
+        (["llama3-8b", "dgx-h100", "--memory-headroom", "2"], "memory headroom"),
+        (["llama3-8b", "dgx-h100", "--stack", "abacus"], "no software stack"),
+        (["llama3-8b", "dgx-h100", "-o", "plan.pdf"], "no form of a report"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.strip().splitlines()
+    assert told in line and shown.out == ""

@@ -1,0 +1,318 @@
+"""Plans: what they hold together, why others lost, the front, limits, days and price, and their JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from plan_problems import DENSE, MIXTURE, cluster, problem
+
+import trine
+from trine.optim.plan.cost import Range, parse_count, run_cost
+from trine.optim.plan.layouts import Layouts
+from trine.optim.plan.limits import limits_of
+from trine.optim.plan.memory import memory_of
+from trine.optim.plan.pareto import Staircase, front
+from trine.optim.plan.plan_json import plan_to_dict
+from trine.optim.plan.planning import Plan, plan
+from trine.optim.plan.reasons import bound_by, layout_words, lost_by, too_large
+from trine.optim.plan.refine import idle_of
+from trine.optim.plan.splits import padded_vocabulary, splits_of
+from trine.optim.plan.step import predict
+from trine.optim.plan.workload_files import workload_of
+from trine.record.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def tight() -> Plan:
+    """Where the best has to save."""
+    return plan(DENSE, cluster(6.0), global_batch=64, stack="torchtitan", tokens=1e9, price=2.0, largest=True)
+
+
+def test_a_plan_holds_together(tight: Plan) -> None:
+    steps = [one.step.value for one in tight.ranked]
+    assert steps == sorted(steps) and len(steps) > 3
+    for one in (*tight.ranked, *tight.front):
+        assert sum(one.parts_s.values()) == pytest.approx(one.step.value)
+        assert sum(one.memory_bytes.values()) == pytest.approx(one.peak_bytes)
+        assert one.step.low < one.step.value < one.step.high
+        assert one.peak_bytes <= 0.9 * 6 * 2**30
+        assert one.tokens_per_s.value == pytest.approx(64 * 4096 / one.step.value)
+        assert one.tokens_per_s.low < one.tokens_per_s.value < one.tokens_per_s.high
+        assert 0 < one.mfu < 1
+    degrees = {
+        tuple(one.layout[name] for name in ("data", "context", "tensor", "expert", "pipeline"))
+        for one in tight.ranked
+    }
+    assert len(degrees) == len(tight.ranked), "one row for each way to divide the devices"
+    assert tight.best.lost_by is None and all(one.lost_by for one in tight.ranked[1:])
+
+
+def test_mfu_is_by_its_convention(tight: Plan) -> None:
+    flops = DENSE.model_flops("megatron") * 64 * 4096 / 4
+    assert tight.best.mfu == pytest.approx(flops / tight.best.step.value / 312e12)
+
+
+def test_the_front_falls_in_memory_as_it_grows_in_time(tight: Plan) -> None:
+    steps = [one.step.value for one in tight.front]
+    peaks = [one.peak_bytes for one in tight.front]
+    assert len(steps) > 2 and steps == sorted(steps) and peaks == sorted(peaks, reverse=True)
+
+
+def test_alternatives_change_what_they_say(tight: Plan) -> None:
+    changed = {one.column for one in tight.alternatives}
+    assert {"recompute", "micro_batch", "zero_stage"} <= changed
+    for one in tight.alternatives:
+        assert one.layout[one.column] == one.value != tight.best.layout[one.column]
+        assert one.fits == (one.peak_bytes <= tight.problem.capacity_bytes)
+        assert one.fits != one.reason.startswith("does not fit: ")
+
+
+def test_days_and_price_follow_from_the_step(tight: Plan) -> None:
+    cost = tight.best.cost
+    assert cost is not None and cost.price is not None
+    seconds = 1e9 / (64 * 4096) * tight.best.step.value
+    assert cost.days.value == pytest.approx(seconds / 86400)
+    assert cost.device_hours.value == pytest.approx(4 * seconds / 3600)
+    assert cost.price.value == pytest.approx(8 * seconds / 3600)
+    assert cost.price.high / cost.price.value == pytest.approx(tight.best.step.high / tight.best.step.value)
+
+
+def test_limits_are_the_last_that_fit(tight: Plan) -> None:
+    best = Layouts.of(**tight.best.layout)
+    found = limits_of(tight.problem, best)
+    assert found == tight.limits and found.micro_batch is not None and found.context is not None
+
+    def peak(layout: Layouts, sequence: int = 4096) -> float:
+        asked = tight.problem
+        workload = asked.workload.with_changes(sequence=sequence)
+        return float(memory_of(workload, asked.cluster, asked.stack, layout).peak_bytes[0])
+
+    room = tight.problem.capacity_bytes
+    size = found.micro_batch.value
+    assert peak(best.with_changes(micro_batch=size)) <= room < peak(best.with_changes(micro_batch=size + 1))
+    tokens, ones = found.context.value, best.with_changes(micro_batch=1)
+    assert peak(ones, tokens) <= room < peak(ones, tokens + 256)
+    assert tight.largest is not None and tight.largest.micro_batch is not None
+    assert tight.largest.micro_batch.value >= size
+
+
+def test_the_best_pipelines_are_simulated_and_agree_with_the_formula() -> None:
+    found = plan(DENSE, cluster(80.0), global_batch=16, stack="torchtitan", pins=["pipeline=2,4"], top=3)
+    for one in found.ranked:
+        assert one.source == "simulator"
+        layout = Layouts.of(**one.layout)
+        formula = predict(DENSE, found.problem.cluster, found.problem.stack, layout)
+        assert one.step.value == pytest.approx(float(formula.step_s[0]), rel=0.02)
+    with_one = plan(DENSE, cluster(80.0), global_batch=16, stack="torchtitan", pins=["pipeline=1"], top=1)
+    assert with_one.best.source == "formula"
+
+
+def test_long_steps_are_continued_from_short_ones() -> None:
+    asked = problem()
+    layouts = Layouts.of(pipeline=4, microbatches=[400, 4000], schedule="1f1b")
+    short, long = (idle_of(DENSE, asked.cluster, asked.stack, layouts, row) for row in (0, 1))
+    assert short is not None and long is not None
+    assert short.exact and not long.exact
+    assert long.bubble_s == pytest.approx(short.bubble_s, rel=1e-3)
+    assert idle_of(DENSE, asked.cluster, asked.stack, Layouts.of(), 0) is None
+
+
+def test_many_devices_have_an_interval_of_their_steps() -> None:
+    large = plan(
+        "llama3-8b", "dgx-h100", devices=128, global_batch=256, top=1, pins=["tensor=8", "pipeline=1"]
+    )
+    assert large.jitter is not None
+    assert float(large.jitter.low_s) < large.best.step.value < float(large.jitter.high_s)
+    alone = predict(
+        large.problem.workload, large.problem.cluster, large.problem.stack, Layouts.of(**large.best.layout)
+    )
+    assert large.best.step.high > float(alone.high_s[0])
+    assert large.best.step.low < float(alone.low_s[0]) * 1.001
+
+
+def test_what_goes_beyond_the_software_is_said() -> None:
+    found = plan(DENSE, cluster(80.0), global_batch=8, pins=["schedule=zb-v", "pipeline=2"])
+    assert found.best.beyond == ("schedule=zb-v",)
+    assert any("does not offer schedule=zb-v" in text for text in found.assumptions)
+    remote = plan(DENSE, cluster(80.0), global_batch=8, pins=["optimizer_offload=remote"], stack="trine")
+    assert remote.best.remote_bytes > 0 and remote.best.beyond == ("optimizer_offload=remote",)
+
+
+def test_the_public_name_takes_objects_and_pins_as_a_mapping() -> None:
+    found = trine.plan(
+        MIXTURE,
+        cluster(80.0),
+        global_batch=8,
+        pins={"expert": [2, 4], "schedule": "1f1b", "sequence": True},
+        top=2,
+    )
+    assert {one.layout["expert"] for one in found.ranked} <= {2, 4}
+    assert all(one.layout["tensor"] == 2 for one in found.ranked)
+    assert (
+        trine.plan(DENSE, cluster(), sequence=8192, global_batch=8, top=1).problem.workload.sequence == 8192
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"top": 0}, "top must be at least 1"),
+        ({"price": 2.0}, "needs the tokens"),
+        ({"tokens": -1.0}, "tokens must be a positive number"),
+        ({"tokens": 1e9, "price": -1.0}, "price must be"),
+        ({"memory_headroom": 1.0}, "memory headroom must be"),
+        ({"global_batch": 0}, "global batch must be"),
+        ({"devices": 3}, "no whole number of nodes"),
+        ({"stack": "none such"}, "no software stack"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(DENSE, cluster(), **changes)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- JSON ---------------------------------------------------------------------------------------
+
+
+def test_the_json_is_strict_and_gives_the_layouts_back(tight: Plan) -> None:
+    content = json.loads(json.dumps(plan_to_dict(tight), allow_nan=False))
+    assert content["schema"] == "trine.plan/1"
+    for entry, one in zip(content["ranked"], tight.ranked, strict=True):
+        assert Layouts.of(**entry["layout"]).row(0) == one.layout
+        assert entry["step_s"]["value"] == one.step.value
+    assert content["workload"]["layers"] == 4 and content["cluster"]["devices"] == 4
+    assert content["options"] == {
+        "devices": 4,
+        "global_batch": 64,
+        "global_batch_is_usual": False,
+        "sequence": 4096,
+        "memory_headroom": 0.1,
+        "pins": {},
+    }
+    assert content["jitter"] is None and "no-jitter" in {each["id"] for each in content["data_quality"]}
+    assert content["search"]["weighed"] <= content["search"]["configurations"]
+    assert content["search"]["configurations_per_minute"] > 0
+
+
+def test_what_the_json_lacks_has_a_reason() -> None:
+    content = plan_to_dict(plan(DENSE, cluster(80.0), global_batch=8, top=1, pins=["recompute=none"]))
+    assert content["ranked"][0]["cost"] is None and content["largest"] is None
+    assert {each["id"] for each in content["data_quality"]} == {"no-tokens", "no-jitter", "no-largest"}
+    assert content["options"]["pins"] == {"recompute": ["none"]}
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def test_a_loser_lost_by_the_part_that_grew_most() -> None:
+    best = {"compute": 0.8, "pipeline_bubble": 0.2}
+    assert lost_by({"compute": 0.8, "pipeline_bubble": 0.32}, best) == "+12 % pipeline bubble"
+    assert lost_by({"compute": 0.85, "pipeline_bubble": 0.18}, best) == "+5.0 % compute"
+    assert lost_by(best, best) == "as fast"
+    assert lost_by({"compute": 0.7, "pipeline_bubble": 0.2}, best) == "10 % faster"
+
+
+def test_what_bounds_and_what_is_too_large() -> None:
+    parts = {"compute": 0.71, "tensor_communication": 0.09, "overhead": 0.2}
+    assert bound_by(parts) == "compute 71 %, overhead 20 %"
+    asked = problem(80.0, headroom=0.1)
+    words = too_large(92 * 2**30, {"activations": 41.0 * 2**30, "optimizer": 2.0**30}, asked)
+    assert words == "does not fit: 92.0 of 72.0 GiB, activations 41.0 GiB"
+
+
+def test_a_layout_in_words_leaves_out_what_is_usual() -> None:
+    row = Layouts.of(
+        tensor=8,
+        pipeline=4,
+        data=2,
+        schedule="interleaved",
+        chunks=5,
+        micro_batch=2,
+        microbatches=16,
+        zero_stage=1,
+    ).row(0)
+    assert layout_words(row) == "tensor 8 · pipeline 4 · data 2 · interleaved x5 · 2 x 16 · ZeRO 1"
+    assert layout_words(Layouts.of().row(0)) == "one device · 1 x 1"
+    away = Layouts.of(
+        data=4, zero_stage=3, shard=2, optimizer_offload="cpu", recompute="budget", recomputed_layers=3
+    )
+    assert layout_words(away.row(0)).endswith(
+        "ZeRO 3 in groups of 2 · recompute budget 3 layers · optimizer on cpu"
+    )
+
+
+def test_splits_by_hand() -> None:
+    llama = workload_of("llama3-70b")
+    row = Layouts.of(tensor=8, sequence=1, context=2).row(0)
+    found = {split.module: (split.kind, split.words) for split in splits_of(llama, row)}
+    assert found["attention queries, keys, values"] == (
+        "column",
+        "by heads: 8 heads a rank, 1 of keys and values",
+    )
+    assert found["attention output"] == ("row", "1024 inputs a rank")
+    assert found["mlp gate, up"] == ("column", "3584 of 28672 features a rank")
+    assert found["mlp down"][0] == "row"
+    assert found["norms, residuals"] == ("sequence", "512 tokens a rank")
+    assert found["head"] == ("vocabulary", "16128 rows a rank, padded from 128256 to 129024")
+    alone = {split.module: split.kind for split in splits_of(llama, Layouts.of().row(0))}
+    assert set(alone.values()) == {"whole"}
+    experts = splits_of(MIXTURE, Layouts.of(expert=4).row(0))
+    assert ("experts", "expert", "2 of 8 a rank, each whole") in {
+        (split.module, split.kind, split.words) for split in experts
+    }
+
+
+def test_vocabularies_are_padded_as_megatron_pads() -> None:
+    # Megatron-LM pads GPT-2's 50,257 to 50,304 on one rank and 51,200 on eight.
+    assert padded_vocabulary(50257, 1) == 50304
+    assert padded_vocabulary(50257, 8) == 51200
+
+
+# --- arithmetic ---------------------------------------------------------------------------------
+
+costs = some.lists(some.tuples(some.integers(0, 9), some.integers(0, 9)), min_size=1, max_size=30)
+
+
+@given(costs)
+def test_the_front_is_what_no_other_beats(points: list[tuple[int, int]]) -> None:
+    first, second = (np.asarray(column, dtype=float) for column in zip(*points, strict=True))
+    kept = {(first[row], second[row]) for row in front(first, second)}
+    expected = {
+        point
+        for point in points
+        if not any(a <= point[0] and b <= point[1] and (a, b) != point for a, b in points)
+    }
+    assert kept == expected
+
+
+@given(costs, some.tuples(some.integers(0, 9), some.integers(0, 9)))
+def test_a_staircase_beats_what_any_of_its_points_beats(
+    points: list[tuple[int, int]], other: tuple[int, int]
+) -> None:
+    staircase = Staircase()
+    for point in points:
+        staircase.add(*(np.asarray([value], dtype=float) for value in point))
+    beaten = staircase.beats(*(np.asarray([value], dtype=float) for value in other))[0]
+    assert beaten == any(a <= other[0] and b <= other[1] for a, b in points)
+
+
+def test_counts_of_tokens() -> None:
+    assert [parse_count(text) for text in ("15T", "300 B", "1.4e12", "7")] == [15e12, 300e9, 1.4e12, 7.0]
+    for text in ("many", "0", "-3", "", "1e999", "5X"):
+        with pytest.raises(UsageError, match="no number of tokens"):
+            parse_count(text)
+
+
+def test_run_cost_by_hand() -> None:
+    # 1,000 steps of 10 s are 10,000 s; 8 devices for 10,000 s are 22.2 device-hours.
+    found = run_cost(Range(10.0, 8.0, 14.0), 1_000, 8, 1e6, 3.0)
+    assert found.days.value == pytest.approx(10_000 / 86_400)
+    assert found.device_hours.value == pytest.approx(22.2222, rel=1e-4)
+    assert found.price is not None and found.price.high == pytest.approx(93.333, rel=1e-4)
+    assert run_cost(Range(10.0, 8.0, 14.0), 1_000, 8, 1e6, None).price is None
