@@ -1,6 +1,6 @@
 """Single collectives between ranks, and what computing loses while one is in flight.
 
-    {"operation": "all_gather", "bytes": 1048576, "seconds": 9e-4}     bytes as nccl-tests counts them
+    {"operation": "all_gather", "dtype": "fp32", "bytes": 1048576, "seconds": 9e-4}     bytes as nccl-tests counts them
     {"operation": "overlap", "bytes": 16777216, "slowdown": 0.6}       seconds of computing lost a second of all-reduce
 
 Ranks that compute on the cores that also move the bytes lose time to a transfer that hides behind them: on a machine whose
@@ -21,6 +21,9 @@ __all__ = ["measure_collectives"]
 
 SIZES_BYTES = (2**10, 2**16, 2**20, 2**23)
 REPEATS = 7
+#: What reduces adds elements up, so it has a time by dtype; what only moves bytes has one.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_REDUCING = ("all_reduce", "reduce_scatter")
 #: An all-reduce that is long enough to compute beside, and the products beside it.
 OVERLAPPED_BYTES = 2**24
 SIDE = 256
@@ -29,7 +32,7 @@ Rows = list[dict[str, Any]]
 
 
 def measure_collectives(device: torch.device) -> Rows:
-    """Medians of all-gather, reduce-scatter and broadcast by size, and the overlap's slow-down. A second or two."""
+    """Medians of collectives by size, of reductions by dtype too, and the overlap's slow-down. A few seconds."""
     found: Rows = []
     for operation, prepare in (
         ("all_reduce", _all_reduce),
@@ -37,38 +40,39 @@ def measure_collectives(device: torch.device) -> Rows:
         ("reduce_scatter", _reduce_scatter),
         ("broadcast", _broadcast),
     ):
-        for size in SIZES_BYTES:
-            run = prepare(size, device)
-            run()
-            seconds = median(_timed(run, device) for _ in range(REPEATS))
-            found.append({"operation": operation, "bytes": size, "seconds": seconds})
+        for name in _DTYPES if operation in _REDUCING else ("fp32",):
+            for size in SIZES_BYTES:
+                run = prepare(size, device, _DTYPES[name])
+                run()
+                seconds = median(_timed(run, device) for _ in range(REPEATS))
+                found.append({"operation": operation, "dtype": name, "bytes": size, "seconds": seconds})
     found.append({"operation": "overlap", "bytes": OVERLAPPED_BYTES, "slowdown": _slowdown(device)})
     return found
 
 
-def _elements(size: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(max(1, size // 4), device=device)
+def _elements(size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(max(1, size // dtype.itemsize), device=device, dtype=dtype)
 
 
-def _all_reduce(size: int, device: torch.device) -> Callable[[], Any]:
-    buffer = _elements(size, device)
+def _all_reduce(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    buffer = _elements(size, device, dtype)
     return lambda: distributed.all_reduce(buffer)
 
 
-def _broadcast(size: int, device: torch.device) -> Callable[[], Any]:
-    buffer = _elements(size, device)
+def _broadcast(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    buffer = _elements(size, device, dtype)
     return lambda: distributed.broadcast(buffer, 0)
 
 
-def _all_gather(size: int, device: torch.device) -> Callable[[], Any]:
-    part = _elements(size // distributed.get_world_size(), device)
+def _all_gather(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    part = _elements(size // distributed.get_world_size(), device, dtype)
     whole = part.repeat(distributed.get_world_size())
     gather = _named("all_gather_single", "all_gather_into_tensor")
     return lambda: gather(whole, part)
 
 
-def _reduce_scatter(size: int, device: torch.device) -> Callable[[], Any]:
-    part = _elements(size // distributed.get_world_size(), device)
+def _reduce_scatter(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    part = _elements(size // distributed.get_world_size(), device, dtype)
     whole = part.repeat(distributed.get_world_size())
     scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
     return lambda: scatter(part, whole)

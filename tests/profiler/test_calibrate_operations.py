@@ -49,4 +49,7 @@ def test_links_and_the_overlap_are_measured_between_ranks() -> None:
         "overlap",
     }
     assert all(row["ranks"] == 2 and row["backend"] == "gloo" for row in rows)
+    dtypes = {(row["operation"], row["dtype"]) for row in rows if row["operation"] != "overlap"}
+    assert {dtype for operation, dtype in dtypes if operation == "all_reduce"} == {"fp32", "bf16"}
+    assert {dtype for operation, dtype in dtypes if operation == "broadcast"} == {"fp32"}
     assert 0 <= next(row["slowdown"] for row in rows if row["operation"] == "overlap") <= 1
