@@ -3,6 +3,7 @@
     python benchmarks/planner_bubbles.py                      every row of the published table, in two ways
     python benchmarks/planner_bubbles.py --rates FILE.csv     other rows of the same columns
     python benchmarks/planner_bubbles.py --format json
+    python benchmarks/planner_bubbles.py --schedules          every schedule on one of the models, by simulator and formula
 
 Qi et al. 2023 ("Zero Bubble Pipeline Parallelism", ICLR 2024) give bubble rates of six schedules for four models, computed
 from times that they profiled on A100s: (cost − m (F + B + W)) / cost, with the cost of the rank that is at it longest from its
@@ -35,13 +36,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import trine
 from trine.optim.plan import Bandwidth, Cluster, Layouts, Link, Workload
+from trine.optim.plan.closed_form import bubble_s
 from trine.optim.plan.collectives import point_to_point_s
 from trine.optim.plan.columns import Conditions, Sizes
 from trine.optim.plan.constants import stack_named
 from trine.optim.plan.devices import device_named
+from trine.optim.plan.layouts import SCHEDULES
 from trine.optim.plan.operators import layer_times
-from trine.optim.plan.schedules import Shape, Work, order_of
+from trine.optim.plan.schedules import Shape, Work, order_of, schedules
 from trine.optim.plan.schedules.automatic import automatic
 from trine.optim.plan.simulator import simulate
 
@@ -56,6 +60,7 @@ SEQUENCE = 1024
 #: The paper's names; the automatic schedules have so many times 1F1B's memory.
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
 AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
+ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
 #: (hidden, ranks, micro-batches) → microseconds of a stage's F, B and W, and of a message (Qi et al. 2023).
 PROFILE: Mapping[tuple[int, int, int], tuple[float, float, float, float]] = {
@@ -292,13 +297,61 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     return found
 
 
+def compare_schedules(ranks: int = 8, microbatches: int = 24, hidden: int = 4096) -> None:
+    """Print what every schedule leaves idle with one profile's times, simulated and by formula, and what it holds."""
+    forward, by_input, by_weight, message = (each / 1e6 for each in PROFILE[hidden, ranks, microbatches])
+    print(
+        f"{ranks} ranks, {microbatches} micro-batches; F {forward:.4g} s, B {by_input:.4g} s, W {by_weight:.4g} s"
+    )
+    print(
+        f"{'schedule':<15} {'chunks':>6} {'alone':>7} {'together':>8} {'formula':>8}  held by first and last rank"
+    )
+    for name in schedules():
+        chunks = 1 if name in ONE_CHUNK else 2
+        shape = Shape(ranks, chunks, microbatches)
+        times = [each / chunks for each in (forward, by_input, by_weight)]
+        work = Work.even(shape.stages, times[0], times[1], times[2], message)
+        order = order_of(name, shape, work)
+        result = simulate(order, work)
+        formula = "-"
+        if name in SCHEDULES:
+            code, busy = SCHEDULES.index(name), microbatches * (forward + by_input + by_weight)
+            idle = bubble_s(code, ranks, chunks, microbatches, forward, by_input, by_weight, message)[0]
+            formula = f"{idle / (idle + busy):.2%}"
+        alone, together = result.bubble_rate(), result.bubble_rate(bypassed=False)
+        held = ", ".join(f"{order.most_held(rank):.1f}" for rank in (0, ranks - 1))
+        print(f"{name:<15} {chunks:>6} {alone:>7.2%} {together:>8.2%} {formula:>8}  {held}")
+
+
+def print_timed(folder: Path) -> None:
+    """Print a timed 1F1B pipeline's bubble beside the simulator's, from the medians of its stages, and the formula's."""
+    found = trine.analyze(trine.load(folder)).pipeline
+    if found is None or found.schedule != "1F1B":
+        raise RuntimeError(f"{folder} is no pipeline that ran 1F1B")
+    forward = tuple((stage.forward_ns or 0) / 1e9 for stage in found.stages)
+    backward = tuple((stage.backward_ns or 0) / 1e9 for stage in found.stages)
+    work = Work(forward, backward, (0.0,) * len(forward), message_s=0.0)
+    result = simulate(order_of("1f1b", Shape(len(forward), 1, found.microbatches)), work)
+    print(
+        f"a timed pipeline of {len(forward)} stages, {found.microbatches} micro-batches: {found.bubble_ratio:.1%} idle, simulated "
+        f"{result.bubble_ratio:.1%}, formula for equal stages {found.ideal_ratio:.1%}; {found.iteration_ns / 1e9:.3f} s an "
+        f"iteration, simulated {result.span_s():.3f} s"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print rows and summary; 1 where a row is further off than a point."""
     parser = argparse.ArgumentParser(prog="planner_bubbles", description=(__doc__ or "").splitlines()[0])
     data = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
     parser.add_argument("--rates", type=Path, default=data / "tables" / "zero_bubble_rates_table5.csv")
     parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "--schedules", action="store_true", help="compare all schedules on one profile instead"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.schedules:
+        compare_schedules()
+        return 0
     try:
         rows = read_rows(arguments.rates)
     except (OSError, KeyError, ValueError) as error:
@@ -310,6 +363,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({"summary": found, "rows": [asdict(each) for each in scored]}, indent=2))
     else:
         _print(scored, found)
+        if (timed := data / "traces" / "pipeline_schedule" / "pp8").is_dir():
+            print_timed(timed)
     judged = [found[way] for way in ("profiled", "dimensions") if way in found]
     return int(not judged or any(each["within_a_point"] < each["rows"] for each in judged))
 
