@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 from planner import default_runs
-from planner_memory_rows import Case, fine_tuning, of_runs, recomputation, sharding
-from planner_rows import read_runs
+from planner_memory_rows import Case, fine_tuning, of_runs, recomputation, sharding, too_large
+from planner_rows import Run, read_runs
 
 from trine.optim.plan.constants import stacks
 from trine.optim.plan.memory_traits import memory_traits
@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the constants fitted on all tables")
     options = parser.parse_args(argv)
     try:
-        cases = _cases(options.runs)
+        runs = read_runs(options.runs or default_runs())[0]
+        cases = _cases(runs, shared=options.runs is None)
     except TrineError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -57,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         "left out": _lines(
             cases, {table: left_out(cases, table) for table in {case.table for case in cases}}
         ),
+        "ran": too_large(runs),
     }
     if options.format == "json":
         print(json.dumps({"constants": fitted(cases), "tables": tables}, indent=2))
@@ -68,9 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _cases(runs: Path | None) -> list[Case]:
-    found = of_runs(read_runs(runs or default_runs())[0])
-    if runs is None:
+def _cases(runs: Sequence[Run], *, shared: bool) -> list[Case]:
+    found = of_runs(runs)
+    if shared:
         folder = default_runs().parent
         found += recomputation(folder / "korthikanti_2022_memory.csv")
         found += sharding(folder / "zero_memory.csv")
@@ -79,8 +81,8 @@ def _cases(runs: Path | None) -> list[Case]:
 
 
 def shipped() -> dict[str, Constants]:
-    """The package's constants by kind."""
-    kinds = {memory_traits(stack).kind: memory_traits(stack) for stack in stacks().values()}
+    """The package's constants by family of kinds."""
+    kinds = {memory_traits(stack).family: memory_traits(stack) for stack in stacks().values()}
     return {kind: (traits.fragmentation, traits.fixed_bytes) for kind, traits in kinds.items()}
 
 
@@ -154,6 +156,11 @@ def _print(tables: Mapping[str, Any], constants: Mapping[str, Constants]) -> Non
                 f"{line['false_alarms']:14}  {', '.join(line['oom_missed'])}"
             )
         print()
+    print("runs that went, whether or not their memory is published, and how many are predicted not to fit")
+    for name, line in tables["ran"].items():
+        print(f"{name:36}{line['rows']:6}{line['too_large']:6}")
+    total = {key: sum(line[key] for line in tables["ran"].values()) for key in ("rows", "too_large")}
+    print(f"{'all':36}{total['rows']:6}{total['too_large']:6}\n")
     print("fitted on all tables")
     for kind, (fragmentation, fixed) in sorted(constants.items()):
         print(f"{kind:12} fragmentation {fragmentation:.3f}  fixed {fixed / GIB:.2f} GiB")

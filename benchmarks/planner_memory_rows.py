@@ -23,7 +23,7 @@ from trine.optim.plan.memory import MemoryEstimate, memory_of
 from trine.optim.plan.memory_traits import MemoryTraits, memory_traits
 from trine.optim.plan.workload_files import workload_of
 
-__all__ = ["Case", "fine_tuning", "of_runs", "recomputation", "sharding"]
+__all__ = ["Case", "fine_tuning", "of_runs", "recomputation", "sharding", "too_large"]
 
 GIB = 2**30
 
@@ -75,7 +75,7 @@ def of_runs(runs: Sequence[Run]) -> list[Case]:
             Case(
                 table=run.table,
                 name=run.row,
-                kind=traits.kind,
+                kind=traits.family,
                 counts=run.memory_is,
                 measured=None if run.memory_gib is None or run.oom else run.memory_gib * GIB,
                 tensors=float(estimate.allocated_bytes[0]),
@@ -83,6 +83,22 @@ def of_runs(runs: Sequence[Run]) -> list[Case]:
                 capacity=estimate.capacity_bytes,
             )
         )
+    return found
+
+
+def too_large(runs: Sequence[Run]) -> dict[str, dict[str, int]]:
+    """By table: runs that went, and how many of them are predicted not to fit.
+
+    Many state no recomputation and cannot have run without any, so this is an upper bound on what is the planner's fault.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for run in runs:
+        if run.oom:
+            continue
+        line = found.setdefault(run.table, {"rows": 0, "too_large": 0})
+        estimate = memory_of(run.workload, run.cluster, run.stack, run.layouts, frozen=run.frozen)
+        line["rows"] += 1
+        line["too_large"] += int(estimate.peak_bytes[0] > estimate.capacity_bytes)
     return found
 
 

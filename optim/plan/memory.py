@@ -46,9 +46,7 @@ CATEGORIES = (
 )
 #: Of a device's nominal memory, what its driver gives to programs: 79.3 of 80 GiB, 39.6 of 40.
 USABLE = 0.99
-#: A context with its kernels' code on NVIDIA's and AMD's devices.
-_CONTEXT_BYTES = 0.55e9
-#: Families without one.
+#: Families of devices without a context.
 _NO_CONTEXT = ("cpu", "tpu")
 #: NCCL's buffers of one connection: Simple 4 MiB, LL128 4.7 MiB, LL 0.5 MiB (src/transport, NCCL_BUFFSIZE and its like), and connections a channel:
 #: a ring's, and a tree's.
@@ -128,7 +126,7 @@ def memory_of(
     parts = {
         name: _chosen(list(np.broadcast_arrays(value, none)[0]), place) for name, value in stages.items()
     }
-    parts["framework"] = _framework(cluster, layouts)
+    parts["framework"] = _framework(cluster, traits, layouts)
     away = {tier: _chosen(list(value), place) for tier, value in state.away.items()}
     away["cpu"] = away["cpu"] + _chosen(list(moved), place)
     return _estimate(cluster, layouts, parts, _chosen(list(places.rank), place), away)
@@ -224,13 +222,13 @@ def _buffers(workload: Workload, traits: MemoryTraits, layouts: Layouts, state: 
     return np.where(several, np.where(copies > 0, copies, bucket), 0.0)
 
 
-def _framework(cluster: Cluster, layouts: Layouts) -> Column:
+def _framework(cluster: Cluster, traits: MemoryTraits, layouts: Layouts) -> Column:
     """The device's context, and NCCL's buffers: a communicator for each kind of group of several ranks, and one of all."""
     if cluster.device.family in _NO_CONTEXT:
         return np.zeros(len(layouts))
     node = cluster.devices_per_node
     reach = layouts["tensor"].astype(np.float64)
-    total = np.full(len(layouts), _CONTEXT_BYTES)
+    total = np.full(len(layouts), traits.context_bytes)
     each = _CONNECTION_BYTES * _CONNECTIONS
     for name in ("tensor", "context", "data", "pipeline"):
         size = layouts[name]

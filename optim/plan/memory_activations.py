@@ -90,8 +90,9 @@ def layer_bytes(
     kept = np.select(
         [policy == 1, policy == 2], [np.broadcast_to(selective, whole.shape), layer_input], whole
     )
-    # Gradients beside what they are made from: of the feed-forward's matrices or of the scores, and of the layer's own in- and output.
-    gradients = np.maximum(middle_gradient, 2 * scores / 2.5) + 2 * layer_input
+    # Gradients beside what they are made from: of the feed-forward's matrices, then, when those are gone, of the scores; and of the
+    # layer's own in- and output.
+    gradients = np.maximum(middle_gradient, _score_gradients(parts, scores) - middle) + 2 * layer_input
     again = np.where(policy == 3, np.where(layouts["recomputed_layers"] > 0, whole, 0.0), whole - kept)
     tokens = tokens_of(workload, layouts)
     return LayerBytes(
@@ -151,6 +152,12 @@ def _scores(parts: _Parts) -> Column:
         return np.asarray(4.0 * workload.heads / parts.tensor)
     each = parts.element + (1 + parts.element) * workload.dropout
     return np.asarray(each * workload.heads * workload.sequence / parts.tensor)
+
+
+def _score_gradients(parts: _Parts, scores: Column) -> Column:
+    """Of softmax's output and of its input, where they are in memory."""
+    each = 2 * parts.element * parts.workload.heads * parts.workload.sequence / parts.tensor
+    return 0.0 * scores if parts.fused_attention else np.asarray(each)
 
 
 def _between(parts: _Parts, size: float, frozen: bool) -> Column:

@@ -92,7 +92,7 @@ def state_of(
 ) -> State:
     """Of every layout and place. ``frozen``: weights are not trained, and neither have gradients nor state."""
     shared, experts = _elements(workload, stack, layouts, places)
-    stage = np.maximum(layouts["zero_stage"], float(stack.split_optimizer))
+    stage = np.maximum(layouts["zero_stage"], float(stack.split_optimizer or traits.shards_optimizer))
     ranks = layouts.shard_ranks.astype(np.float64)
     wider = np.ones_like(ranks) if stack.expert_tensor else layouts["tensor"]
     expert_ranks = np.maximum(ranks * wider / layouts["expert"], 1.0)
@@ -112,14 +112,15 @@ def state_of(
         "gradients": trained * held(gradient, 2),
         "optimizer_offload": trained * held(optimizer, 1),
     }
-    cached = np.where(layouts.is_kind("precision", "fp8"), traits.fp8_weight_bytes, 0.0) * (shared + experts)
+    fp8 = layouts.is_kind("precision", "fp8") & (stage < 3)
+    cached = np.where(fp8, traits.fp8_weight_bytes, 0.0) * (shared + experts)
     if not traits.masters:
         # Half-precision copies that autocast keeps through a step where FSDP does not gather them.
         copies = (stage < 3) & (weight > element_bytes(layouts))
         cached = cached + np.where(copies, element_bytes(layouts) * (shared + experts), 0.0)
     gathers, head_gathers = _gathers(workload, traits, layouts, places, stage, shared + experts, trained)
     away, parameters, optimizer_bytes, gradients = _offloaded(layouts, sizes)
-    step = trained * held(np.full(len(layouts), traits.step_bytes), 1)
+    step = trained * held(np.where(stage > 0, traits.step_bytes, 0.0), 1)
     return State(
         parameters=parameters + cached,
         gradients=gradients,
@@ -180,7 +181,7 @@ def _gathers(
 ) -> tuple[Column, Column]:
     """Under ZeRO 3: blocks in use and ahead, with a block's whole gradients in both precisions; embedding and head around the loss.
 
-    A pipeline keeps its stage gathered over the micro-batches of a step.
+    A pipeline keeps its stage gathered, and its gradients whole, over the micro-batches of a step.
     """
     tensor = layouts["tensor"].astype(np.float64)
     mixture = workload.mixture_layers > 0
@@ -190,13 +191,20 @@ def _gathers(
     outside = (places.first * workload.embedding_parameters + places.last * tables) / tensor
     half = element_bytes(layouts)
     ahead = np.minimum(layer * (1 + traits.prefetch), places.layers * layer)
+    unit = layer
     if traits.live_parameters:
-        ahead = np.maximum(ahead, np.minimum(traits.live_parameters, elements))
-    blocks = np.where(layouts["pipeline"] > 1, places.layers * layer, ahead) + outside
-    backward = half * blocks + trained * half * (
-        layer + places.last * workload.vocab * workload.hidden / tensor
-    )
-    loss = half * (np.where(layouts["pipeline"] > 1, places.layers * layer, layer) + outside)
+        # Modules are gathered one by one: what stays gathered, and the largest.
+        unit = np.maximum(workload.ffn, workload.hidden) * workload.hidden / tensor
+        ahead = np.minimum(traits.live_parameters, elements) + unit
+        outside = 0.0 * outside
+    piped = layouts["pipeline"] > 1
+    stage_layers = places.layers * layer
+    blocks = np.where(piped, stage_layers, ahead) + outside
+    head = places.last * workload.vocab * workload.hidden / tensor
+    # Until a pipeline's last micro-batch whole gradients are summed, in 32 bits.
+    whole = np.where(piped, 4.0 * (stage_layers + outside), half * (unit + head))
+    backward = half * blocks + trained * whole
+    loss = half * (np.where(piped, stage_layers, unit) + outside) + np.where(piped, trained * whole, 0.0)
     on = (stage >= 3) | (layouts["parameter_offload"] > 0)
     return np.where(on, backward, 0.0), np.where(on, loss, 0.0)
 

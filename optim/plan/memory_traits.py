@@ -1,6 +1,7 @@
 """What software keeps in memory beside a model's own numbers: facts about it, and at most two fitted scalars each.
 
-:file:`memory.toml` has a table for each kind of software and says which stacks (:mod:`trine.optim.plan.constants`) are of it.
+:file:`memory.toml` has a table for each kind of software and says which stacks (:mod:`trine.optim.plan.constants`) are of it; a kind
+with a ``family`` takes from that what it does not state.
 Facts come from its source and documentation, named beside each; ``fragmentation`` and ``fixed_bytes`` were fitted to published
 peaks by ``benchmarks/planner_memory.py``, which prints how far off they are on tables that they had no part in.
 """
@@ -26,7 +27,7 @@ class MemoryTraits:
     ``masters``: weights are kept in 16 bits beside 32-bit masters; else they are 32-bit and cast where used. ``bf16_gradient_bytes``
     and ``fp16_gradient_bytes``: of all gradients that are held until the step (DeepSpeed's optimizer with 32-bit sums beside gradients in bf16 is
     for stages below 2: from there ``fp16_gradient_bytes`` counts). ``step_bytes``: of a rank's share of the
-    optimizer's state, more while it updates, in one piece (``flat_step``) or parameter by parameter. ``gradient_copies``: buckets that repeat the gradients (DDP's).
+    optimizer's state, more while it updates under ZeRO, in one piece (``flat_step``) or parameter by parameter. ``gradient_copies``: buckets that repeat the gradients (DDP's).
     ``bucket_bytes``: fixed buffers of gradient reduction and gathers, where there are several data ranks.
 
     ``logit_copies``: 32-bit copies of the logits when the loss's backward peaks; ``split_logit_copies``: where the vocabulary is
@@ -36,16 +37,21 @@ class MemoryTraits:
     ``operators``: of which matmuls selective recomputation keeps the outputs, with attention's; ``none``: it keeps all but the scores.
     ``fp8_input_bytes``: of an element of a matmul's saved input under fp8; ``fp8_weight_bytes``: of fp8 copies of the weights.
     ``prefetch``: blocks gathered ahead under ZeRO 3. ``live_parameters``: that ZeRO 3 leaves gathered, 0 for those blocks alone.
+    ``context_bytes``: the device's context with the code of kernels.
+
+    ``shards_optimizer``: its state is divided over data ranks where a layout names no stage. ``family``: the kind whose fitted constants it has.
 
     Fitted: ``fragmentation``, what the allocator holds beyond tensors, as a share of them; ``fixed_bytes``, workspaces and what else
     is counted nowhere.
     """
 
     kind: str
+    family: str
     stacks: tuple[str, ...] = ()
     masters: bool = True
     bf16_gradient_bytes: float = 4.0
     fp16_gradient_bytes: float = 4.0
+    shards_optimizer: bool = False
     step_bytes: float = 0.0
     flat_step: bool = False
     gradient_copies: float = 0.0
@@ -60,6 +66,7 @@ class MemoryTraits:
     fp8_weight_bytes: float = 0.0
     prefetch: int = 1
     live_parameters: float = 0.0
+    context_bytes: float = 0.55e9
     fragmentation: float = 0.0
     fixed_bytes: float = 0.0
     provenance: str = ""
@@ -70,10 +77,10 @@ def _kinds() -> Mapping[str, MemoryTraits]:
     content = tomllib.loads(files(__package__).joinpath("memory.toml").read_text(encoding="utf-8"))
     found: dict[str, MemoryTraits] = {}
     for kind, given in content.items():
-        stated: dict[str, Any] = {
-            key: tuple(value) if key == "stacks" else value for key, value in given.items()
-        }
-        found[kind] = MemoryTraits(kind=kind, **stated)
+        family = given.get("family", kind)
+        values: dict[str, Any] = {**content[family], **given, "family": family}
+        values["stacks"] = tuple(given.get("stacks", ()))
+        found[kind] = MemoryTraits(kind=kind, **values)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -237,6 +238,43 @@ def test_fsdp_divides_16_bytes_and_gathers_blocks_and_the_root() -> None:
     assert of(small, "gathers") == pytest.approx(2 * (2 * block + outside) + 2 * (block + 128256 * 4096))
 
 
+def test_fsdp_in_a_pipeline_keeps_its_stage_whole() -> None:
+    layouts = Layouts.of(data=8, zero_stage=3, pipeline=4, microbatches=8, recompute="full")
+    found = memory_of(llama(sequence=128), cluster(), TORCHTITAN, layouts)
+    stage = 8 * llama().layer_parameters(mixture=False) + 128256 * 4096
+    # Gathered in 16 bits, gradients summed in 32; the embedding's or the head's stage is largest.
+    assert found.stage[0] in (0, 3)
+    assert of(found, "gathers") == pytest.approx((2 + 4) * stage)
+
+
+def test_deepspeed_gathers_module_by_module() -> None:
+    layouts = Layouts.of(data=8, zero_stage=3, recompute="full", precision="fp16")
+    found = memory_of(gpt(sequence=128), cluster(), DEEPSPEED, layouts)
+    largest = 4 * 6144 * 6144
+    assert of(found, "gathers") == pytest.approx(2 * (1e9 + largest) + 2 * (largest + 6144))
+
+
+def test_recipes_of_megatron_core_share_the_optimizer_and_sum_in_bf16() -> None:
+    found = memory_of(llama(), cluster(), stack_named("megatron-core"), Layouts.of(data=16, recompute="full"))
+    assert state(found) == pytest.approx((2 + 2 + 12 / 16) * llama().parameters)
+
+
+def test_flat_gradients_of_the_step_lie_beside_activations() -> None:
+    layouts = Layouts.of(data=4, zero_stage=1, recompute="full", precision="fp16")
+    flat = memory_of(gpt(vocab=50000), cluster(), DEEPSPEED, layouts)
+    without, pieces = (
+        memory_of(
+            gpt(vocab=50000), cluster(), DEEPSPEED, layouts, traits=replace(memory_traits(DEEPSPEED), **given)
+        )
+        for given in ({"step_bytes": 0.0}, {"flat_step": False})
+    )
+    # 32 bits of a quarter of the gradients.
+    quarter = float(gpt(vocab=50000).parameters)
+    assert of(flat, "temporary") - of(without, "temporary") == pytest.approx(quarter)
+    # In pieces they come when activations are gone.
+    assert of(pieces, "temporary") == pytest.approx(quarter) and of(pieces, "activations") == 0
+
+
 def test_experts_have_a_data_group_of_their_own() -> None:
     workload, stack = mixture(), stack_named("megatron-core-moe")
     layouts = Layouts.of(data=32, expert=8, zero_stage=1, recompute="full")
@@ -414,8 +452,14 @@ def test_buckets_of_ddp_repeat_the_gradients_of_several_ranks() -> None:
 
 
 def test_a_stack_has_the_traits_of_its_kind_or_its_parents() -> None:
-    assert memory_traits(stack_named("nemo-24")).kind == "megatron"
-    assert memory_traits(stack_named("llm-foundry")).kind == "fsdp"
+    assert memory_traits(stack_named("nemo-23")).kind == "megatron-core"
+    assert memory_traits(stack_named("nemo-23")).family == "megatron"
+    older, newer = memory_traits(stack_named("megatron-lm-2021")), memory_traits(stack_named("megascale"))
+    assert (newer.fragmentation, newer.bf16_gradient_bytes) == (
+        older.fragmentation,
+        older.bf16_gradient_bytes,
+    )
+    assert newer.shards_optimizer and not older.shards_optimizer
     assert memory_traits(stack_named("pytorch").with_traits(name="something new")).kind == "pytorch"
 
 
