@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trine.optim import optimize as optimize
     from trine.optim import predict_memory as predict_memory
     from trine.optim.plan.planning import plan as plan
+    from trine.optim.plan.whatif import what_if as what_if
     from trine.profiler import profile as profile
     from trine.record import load as load
     from trine.record.errors import TrineError as TrineError
@@ -38,6 +39,7 @@ __all__ = [
     "plan",
     "predict_memory",
     "profile",
+    "what_if",
 ]
 
 __version__ = "0.1.0"
@@ -52,6 +54,7 @@ _HOMES = {
     "plan": "trine.optim.plan.planning",
     "optimize": "trine.optim",
     "Config": "trine.optim",
+    "what_if": "trine.optim.plan.whatif",
     "TrineError": "trine.record.errors",
 }
 

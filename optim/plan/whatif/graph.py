@@ -1,0 +1,130 @@
+"""The dependency graph of a step: what the host did in its order, what ran beside it, and who waits for whom.
+
+    lane "host"      operators and the time between them, one after another
+    lane "stream n"  kernels, each after the host has launched it and after what its stream ran before
+    lane "link"      collectives, one after another; each begins once all ranks have issued it
+
+A task starts when the one before it on its lane and everything in ``after`` have ended. Tasks keep their order: a
+transformation changes durations, takes tasks out or puts tasks in, and :mod:`~trine.optim.plan.whatif.replay` says what
+becomes of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from trine.optim.plan.whatif.operators import Operator
+
+__all__ = ["HOST", "LINK", "PHASES", "Graph", "RankStep", "Step", "Task", "fresh", "mapped"]
+
+HOST, LINK = "host", "link"
+#: Of host tasks, as records divide a step; what is waited for is no phase of its own here: the replay finds it.
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+
+_GLUE = Operator("glue", None, None, 0, "fp32")
+_numbers = count(1)
+
+
+def fresh() -> int:
+    """A number that no task has."""
+    return next(_numbers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A piece of work of ``seconds``. ``after``: numbers of what must have ended besides the one before on its lane.
+
+    ``issued``: of a transfer, the collective's name; ``key`` names it alike on all ranks. ``gradient_bytes``: of a host
+    task at whose end a parameter's gradient is ready. ``sequence``: autograd's number, which a forward operator and its
+    backward share, -1 for none. ``events``: rows of the trace in it. ``launches``: kernels that it launched.
+    """
+
+    seconds: float
+    phase: str
+    lane: str = HOST
+    operator: Operator = _GLUE
+    name: str = ""
+    after: tuple[int, ...] = ()
+    number: int = field(default_factory=fresh)
+    sequence: int = -1
+    events: int = 0
+    issued: str = ""
+    key: str = ""
+    bytes: int = 0
+    gradient_bytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        """``product``, ``memory``, ``glue``, ``wait`` or ``transfer``."""
+        return self.operator.kind
+
+    def times(self, factor: float) -> Task:
+        """The same, ``factor`` times as long."""
+        return replace(self, seconds=self.seconds * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One rank's step: tasks in the order in which they were begun, and how long the step was measured to be."""
+
+    rank: int
+    tasks: tuple[Task, ...]
+    measured_s: float
+
+    def phase_s(self) -> dict[str, float]:
+        """Host time by phase, without waiting."""
+        found = dict.fromkeys(PHASES, 0.0)
+        for task in self.tasks:
+            if task.lane == HOST:
+                found[task.phase] += task.seconds
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The same step of every rank that was recorded."""
+
+    index: int
+    ranks: tuple[RankStep, ...]
+
+    @property
+    def measured_s(self) -> float:
+        """Of the slowest rank."""
+        return max(each.measured_s for each in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Steps of a run, and what is known of it.
+
+    ``basis``: ``kernels``, ``operators`` (no device work was recorded: the host computes), or ``phases`` (no deep
+    window: a task a phase). ``slowdown``: seconds of computing that a second of transfer beside it costs. ``facts``: the
+    record's metadata. ``notes`` say what is assumed. ``recorded`` are the steps as they were recorded, unscaled.
+    """
+
+    steps: tuple[Step, ...]
+    basis: str
+    world: int
+    facts: Mapping[str, Any]
+    slowdown: float = 0.0
+    notes: tuple[str, ...] = ()
+    recorded: tuple[Step, ...] = ()
+
+    def with_note(self, text: str) -> Graph:
+        """The same, with one thing more that is assumed; once."""
+        return self if text in self.notes else replace(self, notes=(*self.notes, text))
+
+
+def mapped(graph: Graph, change: Callable[[RankStep], Iterable[Task]]) -> Graph:
+    """Every rank's step by ``change``, which returns its new tasks."""
+
+    def changed(each: RankStep) -> RankStep:
+        return replace(each, tasks=tuple(change(each)))
+
+    steps: Sequence[Step] = [
+        replace(step, ranks=tuple(changed(each) for each in step.ranks)) for step in graph.steps
+    ]
+    return replace(graph, steps=tuple(steps))

@@ -1,0 +1,201 @@
+"""What an operator of a trace does: a product of so many rows, work on memory of so many elements, or neither.
+
+Names are PyTorch's (``aten::addmm``); shapes as its profiler writes them. What is no product and no work that is known by
+name is *glue*: views, dispatch, Python between operators.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+__all__ = ["ARITHMETIC", "DTYPE_BYTES", "Kind", "Operator", "Product", "operator_of"]
+
+Kind = Literal["product", "memory", "glue", "wait", "transfer"]
+
+#: Bytes of an element, by the names that calibrations have.
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_DTYPES = {
+    "float": "fp32",
+    "c10::bfloat16": "bf16",
+    "c10::half": "fp16",
+    "bfloat16": "bf16",
+    "half": "fp16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``batch`` products of (rows, inner) by (inner, columns)."""
+
+    batch: int
+    rows: int
+    columns: int
+    inner: int
+
+    @property
+    def multiplications(self) -> int:
+        """Half the FLOPs."""
+        return self.batch * self.rows * self.columns * self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """``work`` is the calibrated operation that it is timed by, None for glue; ``elements`` of its largest tensor."""
+
+    kind: Kind
+    work: str | None
+    product: Product | None
+    elements: int
+    dtype: str
+
+
+#: Operator → the calibrated work on memory that is like it (``profiler/calibrate_operations.py``).
+_MEMORY = {
+    "aten::add": "add",
+    "aten::sub": "add",
+    "aten::mul": "multiply",
+    "aten::div": "multiply",
+    "aten::neg": "multiply",
+    "aten::add_": "add_in_place",
+    "aten::sub_": "add_in_place",
+    "aten::mul_": "add_in_place",
+    "aten::div_": "add_in_place",
+    "aten::lerp_": "add_in_place",
+    "aten::addcmul_": "add_in_place",
+    "aten::addcdiv_": "add_in_place",
+    "aten::sqrt": "multiply",
+    "aten::rsqrt": "multiply",
+    "aten::pow": "multiply",
+    "aten::where": "masked_fill",
+    "aten::masked_fill": "masked_fill",
+    "aten::gelu": "gelu",
+    "aten::gelu_backward": "gelu_backward",
+    "aten::silu": "gelu",
+    "aten::silu_backward": "gelu_backward",
+    "aten::relu": "multiply",
+    "aten::threshold_backward": "add",
+    "aten::tanh": "gelu",
+    "aten::tanh_backward": "add",
+    "aten::sigmoid": "gelu",
+    "aten::_softmax": "softmax",
+    "aten::_log_softmax": "softmax",
+    "aten::_softmax_backward_data": "softmax_backward",
+    "aten::_log_softmax_backward_data": "softmax_backward",
+    "aten::native_layer_norm": "layer_norm",
+    "aten::native_layer_norm_backward": "layer_norm_backward",
+    "aten::_fused_rms_norm": "layer_norm",
+    "aten::_fused_rms_norm_backward": "layer_norm_backward",
+    "aten::native_batch_norm": "layer_norm",
+    "aten::native_batch_norm_backward": "layer_norm_backward",
+    "aten::native_dropout": "masked_fill",
+    "aten::native_dropout_backward": "add",
+    "aten::bernoulli_": "gelu",
+    "aten::sum": "sum",
+    "aten::mean": "sum",
+    "aten::clone": "transposed_copy",
+    "aten::copy_": "copy",
+    "aten::contiguous": "transposed_copy",
+    "aten::cat": "copy",
+    "aten::stack": "copy",
+    "aten::zero_": "multiply",
+    "aten::fill_": "multiply",
+    "aten::index_select": "copy",
+    "aten::embedding_dense_backward": "copy",
+    "torch::distributed::reducer::mul_out": "copy",
+}
+#: Work that computes more than it moves: what is above a pass over memory stays when it is fused.
+ARITHMETIC = frozenset(
+    {"gelu", "gelu_backward", "softmax", "softmax_backward", "layer_norm", "layer_norm_backward"}
+)
+_BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
+_PLAIN = frozenset({"aten::mm", "aten::addmm", "aten::_int_mm", "aten::_scaled_mm"})
+_CONVOLUTION = frozenset(
+    {
+        "aten::mkldnn_convolution",
+        "aten::cudnn_convolution",
+        "aten::miopen_convolution",
+        "aten::_slow_conv2d_forward",
+        "aten::thnn_conv2d",
+        "aten::convolution_backward",
+    }
+)
+_ATTENTION = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention")
+
+
+@lru_cache(maxsize=65536)
+def operator_of(name: str, shapes: str | None, types: str | None) -> Operator:
+    """What a row of a trace does. ``shapes`` and ``types``: of its inputs, as the profiler wrote them, JSON lists."""
+    sizes = _flat(_parsed(shapes))
+    elements = max((math.prod(size) for size in sizes), default=1)
+    dtype = _dtype(types)
+    product = _product(name, sizes)
+    if product is not None:
+        return Operator("product", "product", product, elements, dtype)
+    work = _MEMORY.get(name)
+    if work is not None and shapes:
+        return Operator("memory", work, None, elements, dtype)
+    return Operator("glue", None, None, 0, dtype)
+
+
+def _product(name: str, sizes: Sequence[Sequence[int]]) -> Product | None:
+    if name in _PLAIN or name in _BATCHED:
+        wide = 3 if name in _BATCHED else 2
+        factors = [size for size in sizes if len(size) == wide][-2:]
+        if len(factors) < 2 or factors[0][-1] != factors[1][-2]:
+            return None
+        left, right = factors
+        return Product(left[0] if wide == 3 else 1, left[-2], right[-1], left[-1])
+    if name in _CONVOLUTION:
+        return _of_convolution(sizes)
+    if name.startswith(_ATTENTION):
+        whole = [size for size in sizes if len(size) == 4]
+        if len(whole) < 2:
+            return None
+        query, key = whole[0], whole[1]
+        return Product(query[0] * query[1], query[2], 2 * key[2], query[3])
+    return None
+
+
+def _of_convolution(sizes: Sequence[Sequence[int]]) -> Product | None:
+    """As a product over the kernel's window, with as many rows as windows that do not overlap; of the right order."""
+    whole = [size for size in sizes if len(size) == 4]
+    if len(whole) < 2:
+        return None
+    image, kernel = whole[-2], whole[-1]
+    windows = image[0] * max(image[2] // kernel[2], 1) * max(image[3] // kernel[3], 1)
+    return Product(1, windows, kernel[0], math.prod(kernel[1:]))
+
+
+def _dtype(types: str | None) -> str:
+    """Of the first input that is a float; fp32 where none is."""
+    for name in _parsed(types):
+        if isinstance(name, str) and (found := _DTYPES.get(name.lower())) is not None:
+            return found
+    return "fp32"
+
+
+def _parsed(text: str | None) -> list[Any]:
+    if not text:
+        return []
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _flat(shapes: Sequence[Any]) -> list[list[int]]:
+    """Sizes of single tensors, and of those in lists."""
+    found: list[list[int]] = []
+    for shape in shapes:
+        if isinstance(shape, list) and shape:
+            if all(isinstance(side, int) for side in shape):
+                found.append(shape)
+            else:
+                found += _flat(shape)
+    return found

@@ -1,0 +1,205 @@
+"""What a change would make of a recorded step: ``what_if(path, {"precision.dtype": "bf16"})``.
+
+The replay comes first: how far the graph's own length is from the measured one, step by step, says how far the rest can be
+trusted. Then the changed graph is replayed, and the step is
+
+    usual step · replay of the changed graph / replay of the graph
+
+Its interval is a bootstrap over what was measured (Efron and Tibshirani 1993, chapter 13): steady steps are drawn with
+replacement, and of every draw the median is multiplied by the ratio of one of the replayed steps, drawn as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from trine.optim.config import Config
+from trine.optim.plan.whatif.build import Steady, graph_of
+from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task
+from trine.optim.plan.whatif.replay import replay
+from trine.optim.plan.whatif.times import OperationTimes
+from trine.optim.plan.whatif.transforms import Change, transforms
+from trine.record.errors import UsageError
+from trine.record.hardware import calibrated
+from trine.record.loading import load
+from trine.record.model import Job
+
+__all__ = ["Interval", "Recorded", "WhatIf", "recorded", "replayed", "what_if"]
+
+DRAWS = 1000
+#: Of the bootstrap's draws, what lies inside the interval.
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Seconds; ``low`` to ``high`` holds 95 % of the bootstrap's draws around ``mid``."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The answer. Times in seconds a step. ``replay_error`` is of the median step, relative; ``replay_errors`` of each.
+
+    ``gain`` is what the step would be shorter by, negative where longer. ``notes`` are what is assumed.
+    """
+
+    changes: Mapping[str, Any]
+    basis: str
+    replay_error: float
+    replay_errors: Mapping[int, float]
+    step: Interval
+    predicted: Interval
+    gain: Interval
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        asked = ", ".join(f"{key} = {value}" for key, value in self.changes.items())
+        return (
+            f"{asked}: {self.predicted.mid * 1e3:.4g} ms a step instead of {self.step.mid * 1e3:.4g} "
+            f"({self.predicted.low * 1e3:.4g} to {self.predicted.high * 1e3:.4g}; the replay is {self.replay_error:+.1%} off)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A job read once, so that many changes can be asked of it: its graph as usual, its replay, and its machine's times."""
+
+    graph: Graph
+    steady: Steady
+    times: OperationTimes
+    replay_errors: Mapping[int, float]
+    base_s: Mapping[int, float]
+
+    def what_if(self, changes: Mapping[str, Any]) -> WhatIf:
+        """Raises ``UsageError`` for keys that no transformation answers for, or that this record cannot answer."""
+        graph = _transformed(self.graph, changes, self.times)
+        ratios = np.array(
+            [replay(step, graph.slowdown).seconds / self.base_s[step.index] for step in graph.steps]
+        )
+        measured = self.steady.seconds
+        if not len(measured):
+            measured = np.array([step.measured_s for step in self.graph.steps])
+        before, after = _bootstrap(measured, ratios)
+        usual = float(np.median(measured))
+        predicted = usual * median(ratios.tolist())
+        return WhatIf(
+            dict(changes), graph.basis, _typical(self.replay_errors), self.replay_errors,
+            _interval(usual, before), _interval(predicted, after), _interval(usual - predicted, before - after),
+            graph.notes,
+        )  # fmt: skip
+
+
+def what_if(path: str | Path | Job, changes: Mapping[str, Any]) -> WhatIf:
+    """What ``changes`` would make of the step that ``path`` recorded.
+
+    Args:
+        path: a record, traces, or what :func:`trine.load` returned.
+        changes: keys of the configuration (``{"precision.dtype": "bf16"}``), or ``ranks``, ``straggler`` (false),
+            ``loader_wait`` (false), ``product_speed``, ``memory_speed``, ``link_speed``.
+
+    Raises ``UsageError`` for what cannot be answered, ``UnreadableInput`` where nothing can be read.
+    """
+    return recorded(path).what_if(changes)
+
+
+def recorded(path: str | Path | Job, times: OperationTimes | None = None) -> Recorded:
+    """The graph of a job, replayed. ``times``: by default this machine's calibration for the record's device."""
+    return replayed(*graph_of(path if isinstance(path, Job) else load(path)), times)
+
+
+def replayed(graph: Graph, steady: Steady, times: OperationTimes | None = None) -> Recorded:
+    """The same of a graph that was built already."""
+    times = _times_of(graph.facts) if times is None else times
+    errors = {}
+    for step in graph.recorded:
+        errors[step.index] = replay(step).seconds / step.measured_s - 1
+    if graph.basis == "operators" and times.slowdown > 0 and _is_crowded(graph):
+        graph = replace(
+            graph, slowdown=times.slowdown, steps=tuple(_apart(step, times.slowdown) for step in graph.steps)
+        )
+        graph = graph.with_note(
+            f"a second of transfer beside computing costs {times.slowdown:.2f} s of it, as calibrated"
+        )
+    base = {step.index: replay(step, graph.slowdown).seconds for step in graph.steps}
+    return Recorded(graph, steady, times, errors, base)
+
+
+def _times_of(facts: Mapping[str, Any]) -> OperationTimes:
+    device = facts.get("device") or {}
+    name = device.get("name") if isinstance(device, Mapping) else None
+    return OperationTimes(calibrated(str(name), device.get("threads")) if name else None)
+
+
+def _is_crowded(graph: Graph) -> bool:
+    """Whether ranks compute on the host itself."""
+    device = graph.facts.get("device")
+    return not isinstance(device, Mapping) or device.get("type") in (None, "cpu")
+
+
+def _transformed(graph: Graph, changes: Mapping[str, Any], times: OperationTimes) -> Graph:
+    known = {key for each in transforms() for key in each.KEYS}
+    for key in changes:
+        if key not in known:
+            raise UsageError(f"what_if has no answer for {key!r}: it knows {', '.join(sorted(known))}")
+    config = Config().with_changes({key: value for key, value in changes.items() if "." in key})
+    change = Change(changes, config, times)
+    for each in transforms():
+        if any(key in changes for key in each.KEYS):
+            graph = each.apply(graph, change)
+    return graph
+
+
+def _apart(step: Step, slowdown: float) -> Step:
+    """Host time without what transfers beside it cost: the replay adds it again."""
+    return replace(step, ranks=tuple(_quick(each, slowdown) for each in step.ranks))
+
+
+def _quick(each: RankStep, slowdown: float) -> RankStep:
+    """Tasks that ran beside this rank's transfers, by as much shorter. Times of the host's own clock."""
+    found: list[Task] = []
+    now, free = 0.0, 0.0
+    flights: list[tuple[float, float]] = []
+    for task in each.tasks:
+        if task.lane == LINK:
+            free = max(free, now) + task.seconds
+            flights.append((free - task.seconds, free))
+            found.append(task)
+        elif task.lane == HOST:
+            if task.kind == "wait" and task.after:
+                now = max(now, free)
+            beside = sum(
+                max(min(end, now + task.seconds) - max(begin, now), 0.0) for begin, end in flights[-4:]
+            )
+            found.append(replace(task, seconds=max(task.seconds - slowdown * beside, 0.0)))
+            now += task.seconds
+        else:
+            found.append(task)
+    return replace(each, tasks=tuple(found))
+
+
+def _bootstrap(measured: Any, ratios: Any) -> tuple[Any, Any]:
+    """Medians of draws before the change, and the same draws after it, each of shape (DRAWS,)."""
+    random = np.random.default_rng(0)
+    drawn = random.choice(measured, (DRAWS, len(measured)))
+    before = np.median(drawn, axis=1)
+    return before, before * random.choice(ratios, DRAWS)
+
+
+def _interval(mid: float, draws: Any) -> Interval:
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(min(float(low), mid), mid, max(float(high), mid))
+
+
+def _typical(errors: Mapping[int, float]) -> float:
+    """The median step's."""
+    return median(errors.values()) if errors else 0.0

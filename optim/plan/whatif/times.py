@@ -1,0 +1,136 @@
+"""What operations take on the machine that was calibrated, between the sizes that were measured.
+
+A prediction never takes a calibrated time as it is: it takes the *ratio* of two, times what the operator took on record,
+so that what both have in common (caches, neighbours, the clock) cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trine.optim.plan.whatif.operators import Product
+from trine.record.errors import UsageError
+from trine.record.hardware import Peaks, fit_latency_bandwidth
+
+__all__ = ["Link", "OperationTimes"]
+
+Array = npt.NDArray[np.float64]
+
+#: Measured neighbours whose rates are averaged, by inverse squared distance of the logarithms of the sides.
+NEIGHBOURS = 6
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+
+class Link:
+    """T(S) = α + S/β of one collective between ``ranks`` (Hockney, Parallel Computing 20, 1994)."""
+
+    def __init__(self, alpha_s: float, bytes_per_s: float, ranks: int) -> None:
+        self.alpha_s, self.bytes_per_s, self.ranks = alpha_s, bytes_per_s, ranks
+
+    def seconds(self, size_bytes: float) -> float:
+        """Of one call; bytes as nccl-tests counts them."""
+        return self.alpha_s + size_bytes / self.bytes_per_s
+
+
+class OperationTimes:
+    """Times by operation, dtype and size, from the ``operations`` of a calibration (:class:`Peaks`)."""
+
+    def __init__(self, peaks: Peaks | None) -> None:
+        self.source = None if peaks is None else peaks.source
+        self._peaks = peaks
+        self._products: dict[tuple[bool, str], tuple[Array, Array]] = {}
+        self._memory: dict[tuple[str, str], tuple[Array, Array]] = {}
+        self._links: dict[str, Link] = {}
+        self._codecs: dict[str, tuple[float, float]] = {}
+        self.slowdown = 0.0  # seconds of computing lost a second of transfer beside it
+        self._read([] if peaks is None else list(peaks.operations))
+
+    def __bool__(self) -> bool:
+        return bool(self._memory)
+
+    def _read(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        products: dict[tuple[bool, str], list[tuple[list[int], float]]] = {}
+        memory: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        links: dict[str, list[tuple[int, float, int]]] = {}
+        for row in rows:
+            operation = row["operation"]
+            if operation == "product":
+                batch, *sides = row["shape"]
+                key = (batch > 1, row["dtype"])
+                products.setdefault(key, []).append((sides, math.prod(row["shape"]) / row["seconds"]))
+            elif operation in _COLLECTIVES:
+                if row.get("dtype", "fp32") != "fp32":
+                    continue  # of reductions there is a time in bf16, too
+                links.setdefault(operation, []).append((row["bytes"], row["seconds"], row["ranks"]))
+            elif operation == "overlap":
+                self.slowdown = float(row["slowdown"])
+            elif operation == "codec":
+                self._codecs[row["dtype"]] = (row["seconds"] / row["bytes"], float(row["ratio"]))
+            else:
+                memory.setdefault((operation, row["dtype"]), []).append((row["shape"][0], row["seconds"]))
+        for key, found in products.items():
+            sides = np.log(np.array([each for each, _ in found], dtype=np.float64))
+            self._products[key] = sides, np.log(np.array([rate for _, rate in found]))
+        for name, sizes in memory.items():
+            ordered = np.array(sorted(sizes), dtype=np.float64)
+            self._memory[name] = np.log(ordered[:, 0]), np.log(ordered[:, 1])
+        for operation, calls in links.items():
+            alpha, beta = fit_latency_bandwidth([call[0] for call in calls], [call[1] for call in calls])
+            self._links[operation] = Link(alpha, beta, calls[0][2])
+
+    # --- single operations ---
+
+    def product(self, product: Product, dtype: str) -> float:
+        """Seconds. Raises ``UsageError`` where this dtype was not calibrated."""
+        key = (product.batch > 1, dtype)
+        if key not in self._products:
+            key = (False, dtype)
+        if key not in self._products:
+            raise UsageError(self._missing(f"products in {dtype}"))
+        sides, rates = self._products[key]
+        here = np.log(np.maximum([product.rows, product.columns, product.inner], 1).astype(np.float64))
+        distance = ((sides - here) ** 2).sum(axis=1)
+        nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
+        weights = 1.0 / (distance[nearest] + 1e-6)
+        rate = float(np.exp((weights * rates[nearest]).sum() / weights.sum()))
+        return product.multiplications / rate
+
+    def memory(self, work: str, elements: float, dtype: str) -> float:
+        """Seconds of work on memory; below and above what was measured, as its ends are.
+
+        Raises ``UsageError`` where this work was not calibrated in this dtype.
+        """
+        if (work, dtype) not in self._memory:
+            raise UsageError(self._missing(f"{work} in {dtype}"))
+        sizes, seconds = self._memory[(work, dtype)]
+        at = math.log(max(elements, 1.0))
+        found = float(np.exp(np.interp(at, sizes, seconds)))
+        return found * math.exp(max(at - float(sizes[-1]), 0.0))
+
+    def has(self, dtype: str) -> bool:
+        """Whether products in this dtype were calibrated."""
+        return (False, dtype) in self._products
+
+    # --- between ranks ---
+
+    def link(self, operation: str) -> Link:
+        """Of a collective of the calibration's ranks. Raises ``UsageError`` where it was not calibrated."""
+        if operation not in self._links:
+            raise UsageError(self._missing(operation))
+        return self._links[operation]
+
+    def codec(self, name: str) -> tuple[float, float]:
+        """(seconds to encode and decode a plain byte, plain bytes over sent bytes). Raises ``UsageError``."""
+        if name not in self._codecs:
+            raise UsageError(self._missing(f"the codec {name}"))
+        return self._codecs[name]
+
+    def _missing(self, what: str) -> str:
+        if self._peaks is None:
+            return f"{what}: this machine is not calibrated: run trine hardware --calibrate where the record is from"
+        return f"{what} is not in this machine's calibration: run trine hardware --calibrate again"

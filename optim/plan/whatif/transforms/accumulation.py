@@ -1,0 +1,121 @@
+"""A step's samples in micro-batches: forward and backward run as often, on fewer rows, and synchronise at the last.
+
+Products and work on memory take what the calibration says of fewer rows; what lies between operators does not shrink.
+From the second micro-batch on every gradient is added to what is there; only the last fills and sends buckets
+(DistributedDataParallel's ``no_sync``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Task, fresh, mapped
+from trine.optim.plan.whatif.operators import Operator, Product
+from trine.optim.plan.whatif.times import OperationTimes
+from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._blocks import require_operators
+from trine.record.errors import UsageError
+
+__all__ = ["KEYS", "ORDER", "apply"]
+
+KEYS = ("accumulation.steps",)
+ORDER = 12
+
+_BUCKET_COPY = "torch::distributed::reducer::mul_out"
+
+
+def apply(graph: Graph, change: Change) -> Graph:
+    """Raises ``UsageError`` where the record accumulates already or holds no operators."""
+    count = change.config.accumulation.steps
+    if count == 1:
+        return graph
+    if not isinstance(count, int):
+        raise UsageError("accumulation.steps: a what-if wants a number; auto is decided as the run begins")
+    require_operators(graph.basis, KEYS[0])
+    if int(graph.facts.get("accumulation") or 1) > 1:
+        raise UsageError(
+            "accumulation.steps: the recorded run accumulates already; record one micro-batch a step"
+        )
+    if not change.times:
+        raise UsageError("accumulation.steps: this machine is not calibrated: run trine hardware --calibrate")
+    return mapped(graph, lambda step: _accumulated(step, count, change.times))
+
+
+def _accumulated(step: RankStep, count: int, times: OperationTimes) -> list[Task]:
+    rows = {
+        task.sequence: task.operator.product.rows
+        for task in step.tasks
+        if task.phase == "forward" and task.operator.product is not None
+    }
+    smaller = {
+        task.number: _with_fewer_rows(task, count, rows, times)
+        for task in step.tasks
+        if task.phase in ("forward", "backward") and task.lane != LINK
+    }
+    found: list[Task] = []
+    begun = False
+    for task in step.tasks:
+        if not begun and task.number in smaller and task.phase == "forward":
+            begun = True
+            for number in range(count - 1):
+                found += _without_exchange(list(smaller.values()), number > 0, times)
+        if task.gradient_bytes:  # before its bucket may leave
+            found.append(_added(task, times))
+        found.append(smaller.get(task.number, task))
+    return found
+
+
+def _with_fewer_rows(task: Task, count: int, rows: dict[int, int], times: OperationTimes) -> Task:
+    """A micro-batch's part of a task; a parameter's gradient is as large as before."""
+    operator = task.operator
+    if operator.work is None or task.sequence < 0 or task.gradient_bytes:
+        return task
+    if operator.product is not None:
+        fewer = _product(operator.product, count, rows.get(task.sequence))
+        ratio = times.product(fewer, operator.dtype) / times.product(operator.product, operator.dtype)
+        return replace(
+            task.times(ratio), operator=replace(operator, product=fewer, elements=operator.elements // count)
+        )
+    elements = max(operator.elements // count, 1)
+    ratio = times.memory(operator.work, elements, operator.dtype) / times.memory(
+        operator.work, operator.elements, operator.dtype
+    )
+    return replace(task.times(ratio), operator=replace(operator, elements=elements))
+
+
+def _product(product: Product, count: int, rows: int | None) -> Product:
+    """With a micro-batch's rows: of a batched product fewer heads, of a weight's gradient a shorter inner side."""
+    if product.batch > 1:
+        return replace(product, batch=max(product.batch // count, 1))
+    if rows is not None and product.inner == rows and product.rows != rows:
+        return replace(product, inner=max(product.inner // count, 1))
+    return replace(product, rows=max(product.rows // count, 1))
+
+
+def _without_exchange(tasks: list[Task], adds: bool, times: OperationTimes) -> list[Task]:
+    """A micro-batch that is not synchronised; ``adds``: gradients are there already."""
+    found = []
+    for task in tasks:
+        if task.name == _BUCKET_COPY or task.kind == "wait":
+            continue
+        copied = replace(
+            task, number=fresh(), after=() if task.lane == HOST else task.after, gradient_bytes=0
+        )
+        found.append(copied)
+        if task.gradient_bytes and adds:
+            found.append(_added(task, times))
+    return found
+
+
+def _added(task: Task, times: OperationTimes) -> Task:
+    """A gradient onto the one that is there."""
+    elements = max(task.gradient_bytes // 4, 1)
+    operator = Operator("memory", "add_in_place", None, elements, "fp32")
+    return Task(
+        times.memory("add_in_place", elements, "fp32"),
+        "backward",
+        task.lane,
+        operator,
+        "aten::add_",
+        events=1,
+    )

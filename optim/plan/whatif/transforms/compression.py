@@ -1,0 +1,45 @@
+"""Gradients in fewer bytes: less on the link, and a codec's time beside it.
+
+    T(bucket) = collectives · α + S / (ratio · β) + S · codec
+
+The codec's seconds a byte and its ratio are measured on this machine, on gradients drawn at random, by ``trine hardware
+--calibrate``. It runs on the thread that communicates, so it takes cores from computing as a transfer does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped
+from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._transfers import contention, is_gradient, link_of, require_exchange
+
+__all__ = ["COLLECTIVES", "KEYS", "ORDER", "apply"]
+
+KEYS = ("communication.compression",)
+ORDER = 60
+
+#: Collectives of a bucket, where the plain exchange has one; two where nothing is said (all-to-all, all-gather).
+COLLECTIVES = {"none": 1, "bf16": 1, "fp16": 1, "powersgd": 2, "terngrad": 3}
+
+
+def apply(graph: Graph, change: Change) -> Graph:
+    """Raises ``UsageError`` where the record has no all-reduces or the codec was not calibrated."""
+    name = change.config.communication.compression
+    if name == "none":
+        return graph
+    require_exchange(graph, KEYS[0])
+    link = link_of(graph, change.times)
+    codec, ratio = change.times.codec(name)
+    calls = COLLECTIVES.get(name, 2)
+
+    def changed(step: RankStep) -> list[Task]:
+        factor = contention(step.tasks, link)
+
+        def compressed(task: Task) -> Task:
+            moved = factor * (calls * link.alpha_s + task.bytes / ratio / link.bytes_per_s)
+            return replace(task, seconds=moved + codec * task.bytes, bytes=int(task.bytes / ratio))
+
+        return [compressed(task) if is_gradient(task) else task for task in step.tasks]
+
+    return mapped(graph, changed)

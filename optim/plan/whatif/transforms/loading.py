@@ -1,0 +1,40 @@
+"""Batches that are there when they are asked for: no wait for the loader, or workers that load beside the step.
+
+With n workers a batch is ready every (time to load one) / n; what is shorter than the rest of the step hides behind it.
+"""
+
+from __future__ import annotations
+
+from trine.optim.plan.whatif.graph import HOST, Graph, RankStep, Task, mapped
+from trine.optim.plan.whatif.transforms import Change
+from trine.record.errors import UsageError
+
+__all__ = ["KEYS", "ORDER", "apply"]
+
+KEYS = ("data.workers", "loader_wait")
+ORDER = 90
+
+
+def apply(graph: Graph, change: Change) -> Graph:
+    """Raises ``UsageError`` for a number of workers that is none."""
+    if "loader_wait" in change.given:
+        if change.given["loader_wait"]:
+            raise UsageError("loader_wait: give false (or 0): the step without waiting for the loader")
+        return mapped(graph, lambda step: _loaded(step, 0.0))
+    workers = change.config.data.workers
+    if not isinstance(workers, int):
+        raise UsageError("data.workers: a what-if wants a number; auto is decided as the run begins")
+    if workers == 0:
+        return graph
+    graph = graph.with_note("loader workers are taken to have cores of their own")
+
+    def changed(step: RankStep) -> list[Task]:
+        data = step.phase_s()["data"]
+        rest = step.measured_s - data
+        return _loaded(step, max(data / workers - rest, 0.0) / data if data > 0 else 0.0)
+
+    return mapped(graph, changed)
+
+
+def _loaded(step: RankStep, factor: float) -> list[Task]:
+    return [task.times(factor) if task.phase == "data" and task.lane == HOST else task for task in step.tasks]

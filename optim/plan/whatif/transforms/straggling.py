@@ -1,0 +1,44 @@
+"""No straggler: every rank computes as the median rank does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step
+from trine.optim.plan.whatif.transforms import Change
+from trine.record.errors import UsageError
+
+__all__ = ["KEYS", "ORDER", "apply"]
+
+KEYS = ("straggler",)
+ORDER = 80
+
+
+def apply(graph: Graph, change: Change) -> Graph:
+    """Raises ``UsageError`` for a single rank."""
+    if change.given["straggler"]:
+        raise UsageError("straggler: give false (or 0): the step with every rank as fast as the median one")
+    if len(graph.steps[0].ranks) < 2:
+        raise UsageError("straggler: one rank was recorded, and it waits for nobody")
+    return replace(graph, steps=tuple(_even(step) for step in graph.steps))
+
+
+def _even(step: Step) -> Step:
+    own = [_own_s(each) for each in step.ranks]
+    usual = sorted(own)[(len(own) - 1) // 2]
+
+    def changed(each: RankStep, seconds: float) -> RankStep:
+        factor = min(usual / seconds, 1.0) if seconds > 0 else 1.0
+        tasks = tuple(task if task.lane == LINK else task.times(factor) for task in each.tasks)
+        return replace(each, tasks=tasks)
+
+    return replace(step, ranks=tuple(changed(*each) for each in zip(step.ranks, own, strict=True)))
+
+
+def _own_s(step: RankStep) -> float:
+    """What a rank takes by itself: its longest lane, transfers apart."""
+    lanes: dict[str, float] = {}
+    for task in step.tasks:
+        if task.lane != LINK:
+            lanes[task.lane] = lanes.get(task.lane, 0.0) + task.seconds
+    return max(lanes.values(), default=0.0)

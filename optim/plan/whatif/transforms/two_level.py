@@ -1,0 +1,51 @@
+"""A two-level all-reduce: reduce-scatter inside nodes, all-reduce between them, all-gather inside.
+
+    T(S) = RS(S) inside + AR(S/g) between + AG(S) inside        g ranks a node
+
+What lies inside a node is this machine's calibrated link; what lies between is what the record's own all-reduces took,
+which the links between nodes decide (Goyal et al. 2017, section 4; NCCL's hierarchical rings).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped
+from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._transfers import is_gradient, require_exchange
+from trine.record.errors import UsageError
+
+__all__ = ["KEYS", "ORDER", "apply"]
+
+KEYS = ("communication.algorithm",)
+ORDER = 65
+
+
+def apply(graph: Graph, change: Change) -> Graph:
+    """Raises ``UsageError`` on one node, for other algorithms, or where a node's link was not calibrated."""
+    name = change.config.communication.algorithm
+    if name is None:
+        return graph
+    if name != "two_level":
+        raise UsageError(f'communication.algorithm = "{name}": a what-if knows "two_level" alone')
+    require_exchange(graph, KEYS[0])
+    nodes = int(graph.facts.get("hosts") or 1)
+    inside = graph.world // nodes
+    if nodes < 2 or inside < 2 or graph.world % nodes:
+        raise UsageError(
+            f'communication.algorithm = "two_level" needs several nodes of several ranks each, and the record has '
+            f"{graph.world} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}"
+        )
+    scatter, gather = change.times.link("reduce_scatter"), change.times.link("all_gather")
+    ring = 2 * (graph.world - 1) / graph.world
+    across = 2 * (nodes - 1) / nodes / inside
+
+    def changed(step: RankStep) -> list[Task]:
+        def levelled(task: Task) -> Task:
+            # Bytes that cross between nodes, a rank, before and after.
+            between = task.seconds * across / ring
+            return replace(task, seconds=scatter.seconds(task.bytes) + between + gather.seconds(task.bytes))
+
+        return [levelled(task) if is_gradient(task) else task for task in step.tasks]
+
+    return mapped(graph, changed)

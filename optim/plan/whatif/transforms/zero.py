@@ -1,0 +1,204 @@
+"""ZeRO: the optimizer works on a rank's shards; stages 2 and 3 gather parameters and scatter gradients block by block.
+
+Stage 1 keeps the all-reduce of gradients and gathers parameters after the update. Stages 2 and 3 are FSDP2: a block's
+parameters are gathered before its forward (3: and before its backward), its gradients reduced and scattered after its
+backward, each with copies into and out of flat buffers (Rajbhandari et al., SC 2020; Zhao et al., VLDB 2023). On a device
+the next block's gather runs beside this one's work; without one nothing runs beside, since PyTorch waits for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Task, mapped
+from trine.optim.plan.whatif.operators import Operator
+from trine.optim.plan.whatif.times import Link, OperationTimes
+from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, require_operators
+from trine.optim.plan.whatif.transforms._transfers import (
+    is_gradient,
+    replaced,
+    require_exchange,
+    transfer,
+    waiting,
+)
+from trine.record.errors import UsageError
+
+__all__ = ["KEYS", "ORDER", "apply"]
+
+KEYS = ("zero.stage", "zero.reshard_after_forward")
+ORDER = 40
+
+_BUCKET_COPY = "torch::distributed::reducer::mul_out"
+
+
+def apply(graph: Graph, change: Change) -> Graph:
+    """Raises ``UsageError`` where the record has no gradients to shard, or links or memory were not calibrated."""
+    stage = change.config.zero.stage
+    if stage == 0:
+        return graph
+    require_operators(graph.basis, KEYS[0])
+    require_exchange(graph, KEYS[0])
+    if not change.times:
+        raise UsageError("zero.stage: this machine is not calibrated: run trine hardware --calibrate")
+    gather = change.times.link("all_gather")
+    scatter = change.times.link("reduce_scatter") if stage > 1 else gather
+    again = stage == 3 and change.config.zero.reshard_after_forward is not False
+    beside = graph.basis == "kernels"
+
+    def changed(step: RankStep) -> list[Task]:
+        tasks = _on_shards(step.tasks, graph.world, change.times)
+        if stage == 1:
+            return _gathered_after(tasks, gather, change.times)
+        if change.config.zero.reshard_after_forward is True and stage == 2:
+            raise UsageError(
+                "zero.stage = 2 keeps parameters from forward to backward: that is zero.stage = 3"
+            )
+        return _block_by_block(
+            replace(step, tasks=tuple(tasks)), gather, scatter, again, beside, change.times
+        )
+
+    return mapped(graph, changed)
+
+
+def _on_shards(tasks: tuple[Task, ...], ranks: int, times: OperationTimes) -> list[Task]:
+    """The optimizer's work on a rank's share of every parameter."""
+
+    def shared(task: Task) -> Task:
+        operator = task.operator
+        if task.phase != "optimizer" or operator.work is None or operator.kind != "memory":
+            return task
+        before = times.memory(operator.work, operator.elements, operator.dtype)
+        return task.times(
+            times.memory(operator.work, max(operator.elements / ranks, 1), operator.dtype) / before
+        )
+
+    return [shared(task) for task in tasks]
+
+
+def _copied(size: float, phase: str, lane: str, times: OperationTimes) -> Task:
+    elements = max(int(size // 4), 1)
+    operator = Operator("memory", "copy", None, elements, "fp32")
+    return Task(times.memory("copy", elements, "fp32"), phase, lane, operator, "aten::copy_", events=1)
+
+
+def _gathered_after(tasks: list[Task], gather: Link, times: OperationTimes) -> list[Task]:
+    """Stage 1: ranks give each other the parameters that they updated."""
+    size = float(sum(task.gradient_bytes for task in tasks))
+    place = max((at for at, task in enumerate(tasks) if task.phase == "optimizer"), default=len(tasks) - 1)
+    own = _copied(size / gather.ranks, "optimizer", HOST, times)
+    moved = transfer(gather.seconds(size), "all_gather", size, "parameters", (own.number,), "optimizer")
+    back = _copied(size * (gather.ranks - 1) / gather.ranks, "optimizer", HOST, times)
+    return [*tasks[: place + 1], own, moved, waiting((moved.number,), "optimizer"), back, *tasks[place + 1 :]]
+
+
+# --- stages 2 and 3 -----------------------------------------------------------------------------------
+
+
+def _block_by_block(
+    step: RankStep, gather: Link, scatter: Link, again: bool, beside: bool, times: OperationTimes
+) -> list[Task]:
+    blocks = blocks_of(step)
+    units = _units(step, blocks)
+    # Buckets and the replicas' buffers go: FSDP2 has neither.
+    kept = replaced(
+        step, lambda task: is_gradient(task) or (task.lane == LINK and task.issued == "broadcast"), ()
+    )
+    tasks = [task for task in kept if task.name != _BUCKET_COPY]
+    before, after = _places(tasks, step, blocks)
+    found: list[Task] = []
+    last: int | None = None
+    for task in tasks:
+        for unit, phase in before.get(task.number, ()):
+            if phase == "forward" or (again and unit < len(blocks)):
+                new = _gather(unit, units[unit], phase, gather, task.lane, last if beside else None, times)
+                found += new
+        found.append(task)
+        last = task.number
+        for unit in after.get(task.number, ()):
+            found += _scatter(unit, units[unit], scatter, task.lane, beside, times)
+    return _finished(found)
+
+
+def _units(step: RankStep, blocks: list[Block]) -> list[float]:
+    """Bytes of each block's parameters, and of the root's last: by whose backward each gradient came in."""
+    sizes = [0.0] * (len(blocks) + 1)
+    sequence = -1
+    for task in step.tasks:
+        if task.phase != "backward":
+            continue
+        if task.sequence >= 0:
+            sequence = task.sequence
+        if task.gradient_bytes:
+            sizes[_unit_of(sequence, blocks)] += task.gradient_bytes
+    return sizes
+
+
+def _unit_of(sequence: int, blocks: list[Block]) -> int:
+    """The block of a backward function; the root's number where it lies before all or behind all."""
+    if not blocks or sequence > blocks[-1].sequence:
+        return len(blocks)
+    for place, block in enumerate(blocks):
+        if sequence <= block.sequence:
+            low = 2 * blocks[0].sequence - blocks[1].sequence if place == 0 and len(blocks) > 1 else -1
+            return len(blocks) if place == 0 and sequence <= low else place
+    return len(blocks)
+
+
+def _places(
+    tasks: list[Task], step: RankStep, blocks: list[Block]
+) -> tuple[dict[int, list[tuple[int, str]]], dict[int, list[int]]]:
+    """Before which task a unit is gathered, and after which its gradients are scattered; by the tasks' numbers."""
+    root = len(blocks)
+    before: dict[int, list[tuple[int, str]]] = {}
+    after: dict[int, list[int]] = {}
+    forward = [task for task in tasks if task.phase == "forward" and task.lane != LINK]
+    backward = [task for task in tasks if task.phase == "backward" and task.lane != LINK]
+    if forward:
+        before.setdefault(forward[0].number, []).append((root, "forward"))
+    for place, block in enumerate(blocks):
+        before.setdefault(step.tasks[block.first].number, []).append((place, "forward"))
+    seen: dict[int, int] = {}
+    for task in backward:
+        if task.sequence >= 0:
+            unit = _unit_of(task.sequence, blocks)
+            if unit not in seen and unit < root:
+                before.setdefault(task.number, []).append((unit, "backward"))
+            seen[unit] = task.number
+    if backward:
+        seen[root] = backward[-1].number
+    for unit, number in seen.items():
+        after.setdefault(number, []).append(unit)
+    return before, after
+
+
+def _gather(
+    unit: int, size: float, phase: str, link: Link, lane: str, ahead: int | None, times: OperationTimes
+) -> list[Task]:
+    """Copy in, all-gather, copy out. ``ahead``: the task behind which it may begin, where it runs beside the work."""
+    if size <= 0:
+        return []
+    own = _copied(size / link.ranks, phase, lane, times)
+    moved = transfer(link.seconds(size), "all_gather", size, f"gather {phase} {unit}",
+                     (own.number if ahead is None else ahead,), phase)  # fmt: skip
+    out = replace(_copied(size, phase, lane, times), after=(moved.number,))
+    return [own, moved, out]
+
+
+def _scatter(
+    unit: int, size: float, link: Link, lane: str, beside: bool, times: OperationTimes
+) -> list[Task]:
+    if size <= 0:
+        return []
+    into = _copied(size, "backward", lane, times)
+    moved = transfer(link.seconds(size), "reduce_scatter", size, f"scatter {unit}", (into.number,))
+    return [into, moved] if beside else [into, moved, waiting((moved.number,), "backward")]
+
+
+def _finished(tasks: list[Task]) -> list[Task]:
+    """The optimizer's first task waits for every scatter."""
+    scattered = tuple(task.number for task in tasks if task.lane == LINK and task.issued == "reduce_scatter")
+    place = next((at for at, task in enumerate(tasks) if task.phase == "optimizer"), None)
+    if place is None or not scattered:
+        return tasks
+    return [*tasks[:place], waiting(scattered, "optimizer"), *tasks[place:]]

@@ -1,0 +1,340 @@
+"""Transformations of a step that is made by hand, on a machine whose calibration is made by hand: answers are arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trine.optim.plan.whatif.build import Steady
+from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task
+from trine.optim.plan.whatif.operators import Operator, Product, operator_of
+from trine.optim.plan.whatif.predict import Recorded, replayed
+from trine.optim.plan.whatif.times import OperationTimes
+from trine.optim.plan.whatif.transforms import transforms
+from trine.record.errors import UsageError
+from trine.record.hardware import Peaks
+
+WAIT = Operator("wait", None, None, 0, "fp32")
+TRANSFER = Operator("transfer", None, None, 0, "fp32")
+ALPHA, BETA = 1e-3, 1e9
+MIB = 2**20
+#: Of the calibrated machine: bf16 products are four times as fast, memory moves 1e9 elements a second (bf16: 2e9).
+RATES = {"fp32": 1e9, "bf16": 4e9}
+WORKS = (
+    "add",
+    "add_in_place",
+    "multiply",
+    "gelu",
+    "softmax",
+    "copy",
+    "cast",
+    "masked_fill",
+    "layer_norm",
+    "sum",
+)
+
+
+def calibration(slowdown: float = 0.0, without: str = "") -> OperationTimes:
+    rows: list[dict[str, Any]] = []
+    for dtype, rate in RATES.items():
+        for side in (64, 256, 1024):
+            rows.append(
+                {
+                    "operation": "product",
+                    "dtype": dtype,
+                    "shape": [1, side, side, side],
+                    "seconds": side**3 / rate,
+                }
+            )
+        for work in WORKS:
+            each = (3 if work == "gelu" else 1) / (1e9 if dtype == "fp32" else 2e9)
+            rows += [
+                {"operation": work, "dtype": dtype, "shape": [size], "seconds": size * each}
+                for size in (2**10, 2**24)
+            ]
+    for operation in ("all_reduce", "all_gather", "reduce_scatter"):
+        rows += [
+            {"operation": operation, "bytes": size, "seconds": ALPHA + size / BETA, "ranks": 2}
+            for size in (2**10, 2**24)
+        ]
+    rows.append({"operation": "codec", "dtype": "int8", "bytes": MIB, "seconds": MIB * 1e-10, "ratio": 4.0})
+    rows.append({"operation": "overlap", "slowdown": slowdown})
+    kept = [row for row in rows if row["operation"] != without]
+    return OperationTimes(Peaks("cpu", {}, None, None, None, "by hand", True, 1, {}, None, kept))
+
+
+def product(rows: int, columns: int, inner: int, phase: str, sequence: int) -> Task:
+    shape = Product(1, rows, columns, inner)
+    operator = Operator("product", "product", shape, rows * columns, "fp32")
+    return Task(shape.multiplications / 1e9, phase, operator=operator, name="aten::mm", sequence=sequence)
+
+
+def memory(work: str, elements: int, phase: str, sequence: int, name: str = "") -> Task:
+    operator = Operator("memory", work, None, elements, "fp32")
+    seconds = elements * (3e-9 if work == "gelu" else 1e-9)
+    return Task(seconds, phase, operator=operator, name=name or f"aten::{work}", sequence=sequence)
+
+
+def gradient(elements: int) -> Task:
+    return Task(0.0, "backward", name="torch::autograd::AccumulateGrad", gradient_bytes=4 * elements)
+
+
+def layer(sequence: int) -> list[Task]:
+    """A block's forward: two products, 128 rows, with a function between them that moves memory twice."""
+    return [
+        product(128, 256, 64, "forward", sequence),
+        memory("gelu", 128 * 256, "forward", sequence + 1),
+        memory("multiply", 128 * 256, "forward", sequence + 2),
+        product(128, 64, 256, "forward", sequence + 3),
+        memory("add", 128 * 64, "forward", sequence + 4),
+    ]
+
+
+def backward(sequence: int) -> Iterator[Task]:
+    yield memory("multiply", 128 * 64, "backward", sequence + 4)
+    yield product(128, 256, 64, "backward", sequence + 3)
+    yield product(256, 64, 128, "backward", sequence + 3)
+    yield gradient(256 * 64)
+    yield memory("multiply", 128 * 256, "backward", sequence + 1)
+    yield product(128, 64, 256, "backward", sequence)
+    yield product(64, 256, 128, "backward", sequence)
+    yield gradient(64 * 256)
+
+
+def a_step(rank: int, buckets: int = 1, slow: float = 1.0) -> RankStep:
+    """Three blocks and a head; gradients in ``buckets`` equal all-reduces, waited for before the optimizer."""
+    tasks = [Task(0.01, "data")]
+    for block in range(3):
+        tasks += layer(10 * block)
+    tasks.append(product(128, 512, 64, "forward", 40))
+    tasks += [
+        product(128, 64, 512, "backward", 40),
+        product(64, 512, 128, "backward", 40),
+        gradient(64 * 512),
+    ]
+    for block in (2, 1, 0):
+        tasks += backward(10 * block)
+    size = sum(task.gradient_bytes for task in tasks) // buckets
+    sent = [
+        Task(ALPHA + size / BETA, "backward", LINK, TRANSFER, "all_reduce", (tasks[-1].number,), issued="all_reduce",
+             key=f"all_reduce {number}", bytes=size)
+        for number in range(buckets)
+    ]  # fmt: skip
+    tasks += sent
+    tasks.append(Task(0.0, "backward", operator=WAIT, after=tuple(task.number for task in sent)))
+    tasks += [memory("add_in_place", 128 * 1024, "optimizer", -1), Task(0.001, "other")]
+    tasks = [task if task.lane == LINK else task.times(slow) for task in tasks]
+    return RankStep(rank, tuple(tasks), sum(task.seconds for task in tasks))
+
+
+def run(times: OperationTimes | None = None, ranks: int = 2, slow: float = 1.0, **facts: Any) -> Recorded:
+    step = Step(5, tuple(a_step(rank, slow=slow if rank else 1.0) for rank in range(ranks)))
+    graph = Graph((step,), "operators", ranks, facts, recorded=(step,))
+    return replayed(graph, Steady(np.empty(0), {}), times or calibration())
+
+
+def test_the_replay_of_a_step_is_the_step_and_its_error_comes_first() -> None:
+    found = run().what_if({"loader_wait": False})
+    assert found.replay_error == pytest.approx(0.0, abs=1e-9)
+    assert found.step.mid - found.predicted.mid == pytest.approx(0.01)
+    assert found.gain.low <= found.gain.mid <= found.gain.high
+    assert str(found).startswith("loader_wait = False: ")
+
+
+def test_products_in_bf16_take_their_calibrated_ratio_and_casts_come_between() -> None:
+    before = run()
+    found = before.what_if({"precision.dtype": "bf16"})
+    products = sum(task.seconds for task in before.graph.steps[0].ranks[0].tasks if task.kind == "product")
+    saved = products * 3 / 4
+    # Less the casts, plus what work between products saves on half the bytes: both are small here.
+    assert found.gain.mid == pytest.approx(saved, rel=0.1)
+    assert found.gain.mid < saved + sum(
+        t.seconds for t in before.graph.steps[0].ranks[0].tasks if t.kind == "memory"
+    )
+
+
+def test_a_dtype_that_was_not_calibrated_is_named() -> None:
+    with pytest.raises(UsageError, match=r"products in fp16 are not calibrated .* trine hardware --calibrate"):
+        run().what_if({"precision.dtype": "fp16"})
+
+
+def test_a_compiled_chain_is_one_pass_and_its_arithmetic() -> None:
+    # gelu 3 passes and multiply 1, of 32768 elements: a pass for the chain and two passes' worth of arithmetic.
+    found = run().what_if({"compute.compile": "blocks"})
+    assert found.gain.mid == pytest.approx(3 * 128 * 256 * 1e-9, rel=0.05)
+
+
+def test_full_recomputation_repeats_all_of_a_block_before_its_last_product() -> None:
+    again = layer(0)[:3]
+    found = run().what_if({"checkpointing.mode": "full"})
+    assert -found.gain.mid == pytest.approx(3 * sum(task.seconds for task in again), rel=1e-6)
+    kept = run().what_if({"checkpointing.mode": "selective"})
+    assert -kept.gain.mid == pytest.approx(3 * sum(task.seconds for task in again[1:]), rel=1e-6)
+    every = run().what_if({"checkpointing.mode": "full", "checkpointing.every": 2})
+    assert -every.gain.mid == pytest.approx(2 * sum(task.seconds for task in again), rel=1e-6)
+
+
+def test_smaller_buckets_hide_behind_backward() -> None:
+    before = run()
+    found = before.what_if({"communication.bucket_mib": 0.05})  # 64 KiB of gradients fill one
+    transfer = next(task for task in before.graph.steps[0].ranks[0].tasks if task.lane == LINK)
+    # All but the last bucket, of one gradient, is hidden; the last still takes its latency.
+    hidden = transfer.seconds - (ALPHA + 64 * 256 * 4 / BETA)
+    assert found.gain.mid == pytest.approx(hidden, abs=2e-3)
+
+
+def test_buckets_of_all_gradients_leave_the_step_as_it_is() -> None:
+    assert run().what_if({"communication.bucket_mib": 100}).gain.mid == pytest.approx(0.0, abs=1e-6)
+
+
+def test_compression_saves_bytes_and_pays_the_codec_and_a_second_latency() -> None:
+    before = run()
+    size = next(task.bytes for task in before.graph.steps[0].ranks[0].tasks if task.lane == LINK)
+    found = before.what_if({"communication.compression": "int8"})
+    assert found.gain.mid == pytest.approx(size / BETA * 3 / 4 - size * 1e-10 - ALPHA, rel=1e-3)
+
+
+def test_zero_divides_the_optimizer_and_moves_parameters() -> None:
+    before = run()
+    tasks = before.graph.steps[0].ranks[0].tasks
+    size = sum(task.gradient_bytes for task in tasks)
+    optimizer = sum(task.seconds for task in tasks if task.phase == "optimizer")
+    copies = size / 4 * 1e-9  # half in, half out
+    first = before.what_if({"zero.stage": 1})
+    assert first.gain.mid == pytest.approx(optimizer / 2 - copies - (ALPHA + size / BETA), rel=1e-3)
+    second, third = (before.what_if({"zero.stage": stage}) for stage in (2, 3))
+    assert third.gain.mid < second.gain.mid
+    # Stage 3 gathers the three blocks once more; the root's parameters stay.
+    blocks = 3 * 2 * 64 * 256 * 4
+    again = 3 * ALPHA + blocks / BETA + 1.5 * blocks / 4 * 1e-9
+    assert second.gain.mid - third.gain.mid == pytest.approx(again, rel=0.02)
+
+
+def test_accumulation_halves_rows_and_adds_gradients() -> None:
+    before = run()
+    found = before.what_if({"accumulation.steps": 2})
+    # Times that are linear in rows stay: what is more is one addition of every gradient in the second micro-batch.
+    elements = sum(task.gradient_bytes for task in before.graph.steps[0].ranks[0].tasks) / 4
+    assert -found.gain.mid == pytest.approx(elements * 1e-9, rel=0.05)
+
+
+def test_more_ranks_lengthen_the_ring() -> None:
+    before = run()
+    size = next(task.bytes for task in before.graph.steps[0].ranks[0].tasks if task.lane == LINK)
+    found = before.what_if({"ranks": 4})
+    # Latency by hops, 3 : 1; bytes by 2(n−1)/n, 1.5 : 1.
+    assert -found.gain.mid == pytest.approx(2 * ALPHA + 0.5 * size / BETA, rel=1e-3)
+    assert before.what_if({"ranks": 1}).gain.mid == pytest.approx(ALPHA + size / BETA, rel=1e-3)
+    assert before.what_if({"ranks": 2}).gain.mid == pytest.approx(0.0, abs=1e-9)
+
+
+def test_without_a_straggler_the_step_is_the_median_ranks() -> None:
+    slow = run(slow=1.5)
+    even = run()
+    found = slow.what_if({"straggler": False})
+    assert found.predicted.mid / found.step.mid == pytest.approx(even.base_s[5] / slow.base_s[5], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), [("product_speed", "product"), ("memory_speed", "memory"), ("link_speed", "transfer")]
+)
+def test_twice_as_fast_takes_half_of_its_time(key: str, kind: str) -> None:
+    before = run()
+    spent = sum(task.seconds for task in before.graph.steps[0].ranks[0].tasks if task.kind == kind)
+    assert before.what_if({key: 2}).gain.mid == pytest.approx(spent / 2, rel=1e-6)
+
+
+def test_loader_workers_hide_what_is_shorter_than_the_step() -> None:
+    assert run().what_if({"data.workers": 1}).gain.mid == pytest.approx(0.01, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"precision.dtyp": "bf16"}, "what_if has no answer for 'precision.dtyp': it knows"),
+        ({"communication.bucket_mib": "auto"}, "wants a number of MiB"),
+        (
+            {"communication.algorithm": "two_level"},
+            "several nodes of several ranks each, and the record has 2 ranks on 1 node",
+        ),
+        ({"checkpointing.mode": "auto"}, "decided by measurement"),
+        ({"ranks": 0}, "a whole number, 1 or more, not 0"),
+        ({"link_speed": -1}, "a number above 0, not -1"),
+        ({"straggler": True}, "give false"),
+        ({"communication.compression": "qsgd"}, "the codec qsgd is not in this machine's calibration"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(changes: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said.replace(".", r"\.")) as caught:
+        run().what_if(changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_operators_only_phases_are_answered() -> None:
+    recorded = run()
+    phases = replace(recorded, graph=replace(recorded.graph, basis="phases"))
+    with pytest.raises(UsageError, match="no deep window: record one"):
+        phases.what_if({"precision.dtype": "bf16"})
+    assert phases.what_if({"loader_wait": False}).gain.mid > 0
+
+
+def test_without_a_calibration_it_says_how_to_make_one() -> None:
+    blank = replace(run(), times=OperationTimes(None))
+    with pytest.raises(UsageError, match="trine hardware --calibrate"):
+        blank.what_if({"compute.compile": "blocks"})
+
+
+def test_on_two_nodes_the_two_level_exchange_crosses_with_fewer_bytes() -> None:
+    recorded = run(ranks=4, hosts=2)
+    task = next(task for task in recorded.graph.steps[0].ranks[0].tasks if task.lane == LINK)
+    found = recorded.what_if({"communication.algorithm": "two_level"})
+    # Of 2·3/4 S a rank crosses 2·1/2/2 S, and both levels inside are a scatter and a gather at the calibrated link.
+    expected = task.seconds * (1 - 1 / 3) - 2 * (ALPHA + task.bytes / BETA)
+    assert found.gain.mid == pytest.approx(expected, rel=1e-3)
+
+
+def test_intervals_come_from_the_steps_that_were_measured() -> None:
+    recorded = run()
+    rng = np.random.default_rng(0)
+    wide = replace(recorded, steady=Steady(recorded.base_s[5] * rng.uniform(0.8, 1.2, 30), {}))
+    even = replace(recorded, steady=Steady(np.full(30, recorded.base_s[5]), {}))
+    change = {"product_speed": 2}
+    assert even.what_if(change).predicted.high == pytest.approx(even.what_if(change).predicted.low)
+    found = wide.what_if(change)
+    assert found.predicted.low < found.predicted.mid < found.predicted.high
+    assert found.step.mid == pytest.approx(median(wide.steady.seconds.tolist()))
+
+
+def test_every_key_of_a_transformation_has_one_home() -> None:
+    keys = [key for each in transforms() for key in each.KEYS]
+    assert len(keys) == len(set(keys)) and len(transforms()) >= 12
+
+
+def test_operators_are_read_off_their_shapes() -> None:
+    found = operator_of(
+        "aten::addmm",
+        "[[768], [768, 256], [256, 768], [], []]",
+        '["float", "float", "float", "Scalar", "Scalar"]',
+    )
+    assert found.product == Product(1, 768, 768, 256) and found.dtype == "fp32"
+    batched = operator_of("aten::bmm", "[[16, 384, 32], [16, 32, 384]]", '["c10::BFloat16", "c10::BFloat16"]')
+    assert batched.product == Product(16, 384, 384, 32) and batched.dtype == "bf16"
+    assert operator_of("aten::gelu", "[[2, 384, 1024], []]", '["float", ""]').elements == 2 * 384 * 1024
+    assert operator_of("aten::view", "[[768, 256], []]", None).kind == "glue"
+    assert operator_of("aten::mm", None, None).kind == "glue"
+
+
+def test_times_between_sizes_are_interpolated_and_beyond_them_go_on() -> None:
+    times = calibration()
+    assert times.memory("copy", 2**17, "fp32") == pytest.approx(2**17 * 1e-9, rel=1e-6)
+    assert times.memory("copy", 2**26, "fp32") == pytest.approx(2**26 * 1e-9, rel=1e-6)
+    assert times.product(Product(1, 128, 128, 512), "bf16") == pytest.approx(128 * 128 * 512 / 4e9, rel=1e-6)
+    assert times.link("all_gather").seconds(2**20) == pytest.approx(ALPHA + 2**20 / BETA, rel=1e-3)
+    assert math.isclose(times.codec("int8")[1], 4.0) and times.slowdown == 0.0
+    assert HOST == "host"
