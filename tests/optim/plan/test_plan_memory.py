@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -468,6 +471,17 @@ def test_a_prediction_of_time_tells_its_memory() -> None:
     found = predict(llama(), cluster(), TORCHTITAN.with_traits(fused=False), layouts)
     again = memory_of(llama(), cluster(), TORCHTITAN.with_traits(fused=False), layouts)
     assert found.memory.peak_bytes == pytest.approx(again.peak_bytes)
+
+
+def test_the_page_s_example_says_what_it_says() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "plan_memory.md").read_text(encoding="utf-8")
+    block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    names: dict[str, object] = {}
+    exec(block, names)  # noqa: S102
+    shown = re.findall(r"^(found\S.*?)  # .*?array\((\[.*\])\)$", block, re.MULTILINE)
+    assert len(shown) == 3
+    for expression, values in shown:
+        assert list(eval(expression, names)) == pytest.approx(ast.literal_eval(values), abs=0.06)
 
 
 def test_a_hundred_thousand_layouts_take_seconds() -> None:
