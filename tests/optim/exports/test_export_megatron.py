@@ -1,0 +1,217 @@
+"""Exports to Megatron-LM and Megatron-DeepSpeed: flags as their parsers have them, and Megatron-Core's own checks of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import export_cases as cases
+import megatron_flags
+import pytest
+from hypothesis import given, settings
+
+from trine.optim.config import Config
+from trine.optim.exports import Exported, write
+from trine.optim.exports._reading import exported_of_layout
+
+
+def flags(exported: Exported) -> dict[str, str]:
+    return cases.flags_of(write("megatron", exported).text)
+
+
+def test_the_layout_of_the_scaling_paper() -> None:
+    # Narayanan et al. 2021, table 1: 175B on 1024 devices, tensor 8, pipeline 16, batch 1536, full recomputation.
+    exported = exported_of_layout(
+        {
+            "data": 8,
+            "tensor": 8,
+            "pipeline": 16,
+            "microbatches": 192,
+            "schedule": "interleaved",
+            "chunks": 3,
+            "recompute": "full",
+            "precision": "fp16",
+        },
+        cases.DENSE.with_changes(layers=96),
+    )
+    found = flags(exported)
+    assert found["--num-layers-per-virtual-pipeline-stage"] == "2"
+    assert found["--global-batch-size"] == "1536" and found["--micro-batch-size"] == "1"
+    assert (found["--tensor-model-parallel-size"], found["--pipeline-model-parallel-size"]) == ("8", "16")
+    assert found["--fp16"] == "" and found["--recompute-method"] == "uniform"
+    assert "--use-distributed-optimizer" not in found and "--overlap-grad-reduce" in found
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"zero_stage": 1}, {"--use-distributed-optimizer": "", "--overlap-param-gather": ""}),
+        ({"zero_stage": 2}, {"--use-megatron-fsdp": "", "--data-parallel-sharding-strategy": "optim_grads"}),
+        (
+            {"zero_stage": 3},
+            {"--data-parallel-sharding-strategy": "optim_grads_params", "--ckpt-format": "fsdp_dtensor"},
+        ),
+        ({"zero_stage": 1, "shard": 2}, {"--num-distributed-optimizer-instances": "4"}),
+        ({"precision": "fp8"}, {"--bf16": "", "--fp8-format": "hybrid"}),
+        (
+            {"recompute": "selective"},
+            {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"},
+        ),
+        (
+            {"recompute": "budget", "recomputed_layers": 7},
+            {"--recompute-method": "block", "--recompute-num-layers": "7"},
+        ),
+        ({"bucket_bytes": 2**22}, {"--ddp-bucket-size": str(2**20)}),
+        ({"compression": "bf16"}, {"--grad-reduce-in-bf16": ""}),
+        (
+            {"zero_stage": 1, "optimizer_offload": "cpu"},
+            {"--optimizer-cpu-offload": "", "--use-precision-aware-optimizer": ""},
+        ),
+        ({"activation_offload": "cpu"}, {"--cpu-offloading-num-layers": "31"}),
+        (
+            {"context": 2, "tensor": 2, "sequence": 1},
+            {"--context-parallel-size": "2", "--sequence-parallel": ""},
+        ),
+    ],
+)
+def test_each_column(row: dict[str, Any], expected: dict[str, str]) -> None:
+    exported = exported_of_layout({"data": 8, **row}, cases.DENSE)
+    written = write("megatron", exported)
+    assert expected.items() <= cases.flags_of(written.text).items()
+    assert not cases.named(written) & {*exported.config.changes(), *row}
+
+
+def test_layers_under_a_budget_are_counted_in_every_virtual_stage() -> None:
+    row = {"pipeline": 2, "schedule": "interleaved", "chunks": 4, "microbatches": 4, "recompute": "budget"}
+    exact = exported_of_layout({**row, "recomputed_layers": 8}, cases.DENSE)
+    assert flags(exact)["--recompute-num-layers"] == "2"
+    more = write("megatron", exported_of_layout({**row, "recomputed_layers": 7}, cases.DENSE))
+    assert cases.flags_of(more.text)["--recompute-num-layers"] == "2"
+    assert any("7 layers do not divide over 4 virtual stages" in line for line in more.cannot)
+
+
+def test_a_mixture_with_latent_attention() -> None:
+    exported = exported_of_layout(
+        {"data": 16, "expert": 64, "tensor": 4, "sequence": 1, "zero_stage": 1}, cases.MIXTURE
+    )
+    found = flags(exported)
+    assert found["--expert-model-parallel-size"] == "64" and found["--expert-tensor-parallel-size"] == "1"
+    assert found["--moe-layer-freq"] == "([0]*3+[1]*58)" and found["--moe-router-topk"] == "8"
+    assert found["--kv-lora-rank"] == "512" and found["--q-lora-rank"] == "1536"
+    assert "--num-query-groups" not in found
+    assert not any(line.startswith("expert") for line in write("megatron", exported).cannot)
+
+
+def test_schedules_that_it_has_not_are_named() -> None:
+    exported = exported_of_layout(
+        {"pipeline": 4, "schedule": "zb-v", "chunks": 2, "microbatches": 8}, cases.DENSE
+    )
+    assert "parallel.schedule" in cases.named(write("megatron", exported))
+    zero_bubble = exported_of_layout({"pipeline": 4, "schedule": "zb-h1", "microbatches": 8}, cases.DENSE)
+    other = write("megatron-deepspeed", zero_bubble)
+    assert "--enable-zbh1-pipeline" in cases.flags_of(other.files["megatron.flags"])
+    assert not {"schedule", "parallel.schedule"} & cases.named(other)
+
+
+def test_without_a_model_its_flags_are_said_to_be_missing() -> None:
+    written = write("megatron", Exported(Config().with_changes({"zero.stage": 1}), devices=8))
+    assert any("--num-layers" in line for line in written.cannot)
+    assert any("--micro-batch-size" in line for line in written.cannot)
+    assert "--use-distributed-optimizer" in cases.flags_of(written.text)
+
+
+@settings(max_examples=60)
+@given(cases.exported_layouts())
+def test_megatrons_parser_takes_any_layout(exported: Exported) -> None:
+    found = megatron_flags.parsed(write("megatron", exported).text, megatron_flags.MEGATRON)
+    assert exported.layout is not None and exported.devices is not None
+    model = (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1)
+    model *= found.context_parallel_size or 1
+    # Megatron finds data parallelism by division (validate_args), and micro-batches from it.
+    data = exported.devices // model
+    assert data == exported.layout["data"]
+    assert found.global_batch_size == data * found.micro_batch_size * exported.layout["microbatches"]
+    assert not (found.num_layers_per_virtual_pipeline_stage and found.num_virtual_stages_per_pipeline_rank)
+
+
+@settings(max_examples=60)
+@given(cases.exported_layouts())
+def test_megatron_deepspeeds_parser_takes_any_layout(exported: Exported) -> None:
+    files = write("megatron-deepspeed", exported).files
+    found = megatron_flags.parsed(files["megatron.flags"], megatron_flags.MEGATRON_DEEPSPEED)
+    tables = json.loads(files["ds_config.json"])
+    assert found.zero_stage == tables.get("zero_optimization", {}).get("stage", 0)
+    assert found.micro_batch_size == tables["train_micro_batch_size_per_gpu"]
+    assert found.global_batch_size == tables["train_batch_size"]
+    assert bool(found.pipeline_model_parallel_size) != found.no_pipeline_parallel
+    assert not (found.sequence_parallel and found.ds_sequence_parallel_size)
+
+
+#: Fields of Megatron-Core's classes are filled from arguments of the same name (``core_transformer_config_from_args``); those
+#: that differ are here, as there.
+CORE = """
+import dataclasses, json, sys
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+for line in sys.stdin:
+    given = json.loads(line)
+    low = given.get("bf16") or given.get("fp16")
+    dtype = torch.bfloat16 if given.get("bf16") else torch.float16 if given.get("fp16") else torch.float32
+    kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
+    names = {field.name for field in dataclasses.fields(kind)}
+    kept = {key: value for key, value in given.items() if key in names}
+    kept |= {"pipeline_dtype": dtype, "params_dtype": dtype, "num_moe_experts": given.get("num_experts")}
+    kept |= {"gated_linear_unit": bool(given.get("swiglu")), "fp8": given.get("fp8_format")}
+    kept |= {"add_bias_linear": not given.get("disable_bias_linear")}
+    kept |= {"gradient_accumulation_fusion": False, "bias_activation_fusion": False}
+    if given.get("cpu_offloading_num_layers"):
+        kept["cpu_offloading"] = True
+    if "recompute_modules" in kept:
+        kept["recompute_modules"] = [kept["recompute_modules"]]
+    kept.pop("moe_layer_freq", None), kept.pop("window_size", None), kept.pop("attention_backend", None)
+    stages = given.get("num_layers_per_virtual_pipeline_stage")
+    if stages:
+        size = given["num_layers"] // given["pipeline_model_parallel_size"] // stages
+        kept["virtual_pipeline_model_parallel_size"] = size
+    kind(**kept)
+    data = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    DistributedDataParallelConfig(**{key: value for key, value in given.items() if key in data})
+print("taken")
+"""
+
+
+@pytest.mark.slow
+def test_megatron_cores_own_checks_take_layouts() -> None:
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        pytest.skip("flags are checked by Megatron-Core's classes: pip install megatron-core")
+    lines: list[str] = []
+
+    @settings(max_examples=40, database=None)
+    @given(cases.exported_layouts())
+    def collect(exported: Exported) -> None:
+        found = megatron_flags.parsed(write("megatron", exported).text, megatron_flags.MEGATRON)
+        if exported.config.precision.float8 or found.cpu_offloading_num_layers:
+            return  # both want Transformer Engine
+        if found.num_experts and (found.tensor_model_parallel_size or 1) > 1 and not found.sequence_parallel:
+            return  # which Megatron trains no mixture with, and the export says so
+        lines.append(
+            json.dumps({key: value for key, value in vars(found).items() if value not in (None, False)})
+        )
+
+    collect()
+    assert len(lines) > 10
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CORE],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout.endswith("taken\n"), done.stderr[-2000:]
