@@ -160,7 +160,7 @@ def workload_from_config(
         **_mixture(reading, fields),
     }
     fields |= _odds_and_ends(reading, fields)
-    fields |= _window(reading, fields["layers"], fields["sequence"])
+    fields |= _window(reading, fields["layers"])
     return Workload(**fields)
 
 
@@ -270,11 +270,11 @@ def _odds_and_ends(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _window(reading: _Reading, layers: int, sequence: int) -> dict[str, int]:
-    """Tokens that attention looks back over, and how many layers do; nothing where the window holds the sequence."""
+def _window(reading: _Reading, layers: int) -> dict[str, int]:
+    """Tokens that attention looks back over, and how many layers do, also where a window holds this sequence."""
     window = reading.size("window")
     switched = "window_if" not in reading.dialect.values or reading.switch("window_if")
-    if not window or not switched or window >= sequence:
+    if not window or not switched:
         return {}
     kinds = reading.config.get("layer_types") or reading.config.get("attention_layers")
     if isinstance(kinds, list):

@@ -229,7 +229,7 @@ def config_of(**changes: Any) -> dict[str, Any]:
     [
         (config_of(model_type="mistral", sliding_window=32), 32, 5),
         (config_of(model_type="mistral", sliding_window=None), 0, 0),
-        (config_of(model_type="mistral", sliding_window=64), 0, 0),  # holds the whole sequence
+        (config_of(model_type="mistral", sliding_window=64), 64, 5),  # of a longer sequence than this one
         (config_of(model_type="gemma2", sliding_window=32), 32, 3),  # 0, 2, 4
         (config_of(model_type="gemma3_text", sliding_window=32, num_hidden_layers=12), 32, 10),
         (config_of(model_type="qwen2", sliding_window=32, use_sliding_window=False), 0, 0),
