@@ -32,15 +32,14 @@ _BACKWARDS = (BACKWARD, INPUT, WEIGHT)
 
 def job_of(simulation: Simulation) -> Job:
     """The simulation as a job: tables ``steps``, ``microbatches``, ``collectives`` and ``device`` of every rank."""
-    ranks = [_rank(simulation, rank) for rank in range(simulation.ranks)]
+    ranks = _ranks(simulation)
     sources = tuple(RankSource(rank.rank, Path("simulated"), _Held(rank)) for rank in ranks)
     return Job(Path("simulated"), _FORMAT, sources, simulation.ranks, metadata={"simulated": True})
 
 
 def write_record(simulation: Simulation, folder: Path) -> None:
     """A record of the simulation in an empty or new ``folder``. Raises ``OSError`` where it cannot be written."""
-    for place in range(simulation.ranks):
-        rank = _rank(simulation, place)
+    for place, rank in enumerate(_ranks(simulation)):
         writer = RankWriter(folder, place, simulation.ranks)
         groups = [{"id": group.id, "name": group.name, "ranks": list(group.ranks)} for group in rank.groups]
         tables = {name: _plain(getattr(rank, name)) for name in ("steps", "microbatches", "collectives")}
@@ -83,12 +82,17 @@ def _ns(seconds: Any) -> npt.NDArray[np.int64]:
     return np.rint(np.asarray(seconds, dtype=np.float64) * 1e9).astype(np.int64)
 
 
-def _rank(simulation: Simulation, place: int) -> Rank:
+def _ranks(simulation: Simulation) -> list[Rank]:
+    meetings: dict[int, list[Meeting]] = {rank: [] for rank in range(simulation.ranks)}
+    for met in sorted(simulation.meetings, key=lambda met: (met.entered_s, met.end_s)):
+        meetings[met.rank].append(met)
+    groups = _groups(simulation)
+    return [_rank(simulation, place, met, groups) for place, met in meetings.items()]
+
+
+def _rank(simulation: Simulation, place: int, meetings: Sequence[Meeting], groups: tuple[Group, ...]) -> Rank:
     chosen = simulation.work["rank"] == place
     work = {name: column[chosen] for name, column in simulation.work.items()}
-    meetings = sorted(
-        (met for met in simulation.meetings if met.rank == place), key=lambda met: (met.entered_s, met.end_s)
-    )
     rows = _Rows(
         {
             name: _ns(column) if name.endswith("_s") else column.astype(np.int64)
@@ -104,7 +108,7 @@ def _rank(simulation: Simulation, place: int) -> Rank:
     rank.device = _device(rows, strings)
     rank.collectives = _collectives(rows, strings)
     rank.steps = _steps(simulation, rows)
-    rank.groups = _groups(simulation)
+    rank.groups = groups
     return rank
 
 

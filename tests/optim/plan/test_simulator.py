@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import trine
 from trine.analyzers import analyze
@@ -98,11 +100,52 @@ class TestPipelines:
         slow[0, 2] = 1.2
         assert simulate(order, work, speeds=slow).span_s() == pytest.approx(2 * 3 + 16 * 3.6 + 1.8 + 0.6)
 
+    @pytest.mark.timing
     def test_64_ranks_and_256_microbatches_take_a_second_or_two(self) -> None:
         order, work = order_of("zb-h1", Shape(64, 1, 256)), Work.even(64, 1.0, 1.0, 0.8, 0.02)
         began = time.process_time()
         simulate(order, work)
         assert time.process_time() - began < 2.5
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "interleaved-zb"]),
+    ranks=st.integers(2, 4),
+    microbatches=st.integers(1, 3).map(lambda rounds: 4 * rounds),
+    seconds=st.lists(st.floats(0.1, 2.0), min_size=24, max_size=24),
+    message=st.floats(0.0, 0.5),
+)
+def test_whatever_the_times_order_and_dependencies_hold(
+    name: str, ranks: int, microbatches: int, seconds: list[float], message: float
+) -> None:
+    shape = Shape(ranks, CHUNKS.get(name, 1), microbatches - microbatches % ranks or ranks)
+    stages = shape.stages
+    times = [tuple(seconds[part * 8 : part * 8 + stages]) for part in range(3)]
+    result = simulate(order_of(name, shape), Work(times[0], times[1], times[2], message))
+    columns = {each: column[result.work["kind"] != OPTIMIZER] for each, column in result.work.items()}
+    ends: dict[tuple[str, int, int], tuple[float, float, int]] = {}
+    for rank, kind, stage, index, start, end in zip(
+        *(columns[each].tolist() for each in ("rank", "kind", "stage", "microbatch", "start_s", "end_s")),
+        strict=True,
+    ):
+        ends["F" if kind == 0 else "W" if kind == 3 else "B", int(stage), int(index)] = start, end, int(rank)
+    for (kind, stage, index), (start, _, rank) in ends.items():
+        before = {
+            "F": [("F", stage - 1, index)],
+            "B": [("F", stage, index), ("B", stage + 1, index)],
+            "W": [("B", stage, index)],
+        }[kind]
+        for other in before:
+            if other in ends:
+                _, ready, holder = ends[other]
+                assert start >= ready + (message if holder != rank else 0.0) - 1e-9
+    for rank in range(ranks):
+        of_rank = columns["rank"] == rank
+        order = np.argsort(columns["start_s"][of_rank])
+        assert (columns["end_s"][of_rank][order][:-1] <= columns["start_s"][of_rank][order][1:] + 1e-9).all()
+    slower = simulate(order_of(name, shape), Work(times[0], times[1], times[2], message + 0.1))
+    assert slower.span_s() >= result.span_s() - 1e-9
 
 
 class TestEndOfStep:
