@@ -63,9 +63,9 @@ def calibrate_all(
     found: list[Peaks] = []
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     tell("all-reduce between local ranks")
-    collective: dict[str, float | int | str]
-    links: list[dict[str, Any]]
-    collective, links = _try(lambda: measure_links(ranks or max(2, min(devices, 8))), tell) or ({}, [])
+    between = _try(lambda: measure_links(ranks or max(2, min(devices, 8))), tell)
+    collective: dict[str, float | int | str] = between[0] if between else {}
+    links: list[dict[str, Any]] = between[1] if between else []
     on_device = collective.get("backend") == "nccl"
     for threads in sorted({1, usable_cores()}):
         tell(f"matrix products and copies on the CPU, {threads} thread{'s' if threads > 1 else ''}")
