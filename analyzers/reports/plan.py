@@ -234,7 +234,7 @@ def _why(plan: Plan) -> Iterator[Block]:
         )
         rows = [
             (
-                f"{one.column} {one.value}",
+                f"{one.column} {_value(one.column, one.value)}",
                 _difference(one.layout, plan.best.layout, one.column),
                 duration(one.step_s * 1e9) if one.fits else "",
                 one.reason,
@@ -250,6 +250,10 @@ def _why(plan: Plan) -> Iterator[Block]:
     if plan.losers:
         words = ", ".join(f"{number:,} {name}" for name, number in plan.losers.items())
         yield Paragraph(f"Of {tally.shapes:,} shapes, by what most set them back: {words}.")
+
+
+def _value(column: str, value: int | str) -> str:
+    return size(value) if column == "bucket_bytes" and isinstance(value, int) else str(value)
 
 
 def _difference(layout: dict[str, int | str], best: dict[str, int | str], column: str) -> str:

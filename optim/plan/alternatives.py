@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from trine.optim.plan.constraints import has_precision
 from trine.optim.plan.layouts import DEFAULTS, KINDS, Integers, Layouts
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.problem import Problem
@@ -33,7 +35,12 @@ _COLUMNS = (
     "compression",
     "recompute",
     *OFFLOADED,
+    "bucket_bytes",
 )
+#: Priced beside the winner although a search takes them only where they are pinned: compression and lower precision change
+#: numbers, and the constants were fitted with each software's own buckets.
+_BUCKETS = tuple(mebibytes * 2**20 for mebibytes in (25, 100, 400))
+_NUMERICS = ("precision", "compression")
 #: Of a number only the next smaller and the next larger value are shown.
 _NUMBERS = ("tensor", "context", "expert", "pipeline", "micro_batch", "chunks", "shard")
 
@@ -42,7 +49,7 @@ _NUMBERS = ("tensor", "context", "expert", "pipeline", "micro_batch", "chunks", 
 class Alternative:
     """``column`` at another ``value``, and all else as near to the winner as layouts allow (``layout``).
 
-    ``reason``: why it lost, one phrase. ``step_s`` and ``peak_bytes`` of it; ``fits`` within the headroom.
+    ``reason``: why it lost, one phrase; "other numbers" where training computes other ones. ``step_s`` and ``peak_bytes`` of it; ``fits`` within the headroom.
     """
 
     column: str
@@ -56,7 +63,7 @@ class Alternative:
 
 def alternatives(searcher: Searcher, best: Layouts) -> tuple[Alternative, ...]:
     """For every choice that the space has."""
-    chosen: list[tuple[str, Layouts]] = []
+    chosen: list[tuple[str, Layouts]] = list(_beside(searcher.problem, best))
     own = _with_savings_of(searcher.shapes, best)
     away = _away(own, best)
     for column in _COLUMNS:
@@ -71,7 +78,23 @@ def alternatives(searcher: Searcher, best: Layouts) -> tuple[Alternative, ...]:
             chosen.append((column, own.take(rows[[int(np.argmin(away[rows]))]])))
     if not chosen:
         return ()
+    chosen.sort(key=lambda one: _COLUMNS.index(one[0]))
     return _described(searcher.problem, best, chosen)
+
+
+def _beside(problem: Problem, best: Layouts) -> Iterator[tuple[str, Layouts]]:
+    """What a search leaves alone unless it is pinned."""
+    reduces = int(best["data"][0]) * int(best["context"][0]) > 1
+    for column in _NUMERICS:
+        for word in problem.abilities.choices[column]:
+            other = KINDS[column].index(word)
+            halved = word not in ("fp32", "tf32") and has_precision(problem, word)
+            possible = halved if column == "precision" else reduces
+            if column not in problem.pins and other != best[column][0] and possible:
+                yield column, best.with_changes(**{column: other})
+    if "bucket_bytes" not in problem.pins and reduces and int(best["zero_stage"][0]) < 3:
+        for size in _BUCKETS:
+            yield "bucket_bytes", best.with_changes(bucket_bytes=size)
 
 
 def _described(problem: Problem, best: Layouts, chosen: list[tuple[str, Layouts]]) -> tuple[Alternative, ...]:
@@ -88,6 +111,8 @@ def _described(problem: Problem, best: Layouts, chosen: list[tuple[str, Layouts]
         fits = peak <= problem.capacity_bytes
         categories = {name: float(values[row]) for name, values in memory.parts.items()}
         reason = lost_by(parts[row], parts[0]) if fits else too_large(peak, categories, problem)
+        if fits and column in _NUMERICS:
+            reason += ", other numbers"
         plain = layout.row(0)
         found.append(Alternative(column, plain[column], plain, float(times.step_s[row]), peak, fits, reason))
     return tuple(found)

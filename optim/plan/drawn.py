@@ -31,7 +31,7 @@ def simulated_step(
     parts = {name: float(column[0]) for name, column in predict(workload, cluster, stack, one).parts.items()}
     ranks, chunks, count = (int(one[name][0]) for name in ("pipeline", "chunks", "microbatches"))
     shape = Shape(ranks, chunks, count)
-    work = work_of(rank_times(workload, cluster, stack, one), workload.layers, one, 0)
+    work = work_of(rank_times(workload, cluster, stack, one), one, 0)
     order = order_of(SCHEDULES[int(one["schedule"][0])], shape, work)
     exposed, update = parts["exposed_gradients"] / chunks, parts["optimizer"] + parts["offload"]
     return simulate(

@@ -1,6 +1,6 @@
 """A plan as plain values by the schema ``trine.plan/1``: names end in their unit, what is not known is None with its reason.
 
-``ranked[k]["layout"]`` has every column of a layout with kinds by their words, so ``Layouts.of(**layout)`` is the row again;
+``rows[k]["layout"]``, the best first, has every column of a layout with kinds by their words, so ``Layouts.of(**layout)`` is the row again;
 ``workload`` has the fields of a workload, ``cluster`` what it was planned for. ``trine export`` reads these.
 """
 
@@ -28,7 +28,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     problem = plan.problem
     return {
         "schema": SCHEMA,
-        "workload": problem.workload.to_dict() | {"parameters": problem.workload.parameters},
+        "workload": problem.workload.to_dict(),
+        "parameters": problem.workload.parameters,
         "cluster": _cluster(problem.cluster),
         "stack": {
             "name": problem.stack.name,
@@ -38,7 +39,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         },
         "options": _options(problem),
         "assumptions": list(plan.assumptions),
-        "ranked": [_candidate(one, rank, plan) for rank, one in enumerate(plan.ranked, 1)],
+        "rows": [_candidate(one, rank, plan) for rank, one in enumerate(plan.ranked, 1)],
         "splits": [asdict(split) for split in plan.splits],
         "alternatives": [
             {

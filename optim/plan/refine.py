@@ -35,10 +35,10 @@ class Pipelined:
     exact: bool
 
 
-def work_of(times: RankTimes, layers: int, layouts: Layouts, row: int, *, messages: bool = True) -> Work:
-    """Every stage's seconds on one micro-batch, in the order of the stages, of a model of so many ``layers``."""
+def work_of(times: RankTimes, layouts: Layouts, row: int, *, messages: bool = True) -> Work:
+    """Every stage's seconds on one micro-batch, in the order of the stages."""
     ranks, chunks = int(layouts["pipeline"][row]), int(layouts["chunks"][row])
-    middle, ends = _stage_layers(layers, ranks, chunks)
+    middle, ends = _stage_layers(int(times.layers[row]), ranks, chunks)
     of_rank = float(times.middle_layers[row])
 
     def seconds(name: str) -> tuple[float, ...]:
@@ -73,8 +73,8 @@ def idle_of(
         return None
     one = layouts.take([row])
     times = rank_times(workload, cluster, stack, one)
-    spans = [_span_s(one, work_of(times, workload.layers, one, 0, messages=sent)) for sent in (False, True)]
-    busy = _busiest_s(work_of(times, workload.layers, one, 0), one) * int(one["microbatches"][0])
+    spans = [_span_s(one, work_of(times, one, 0, messages=sent)) for sent in (False, True)]
+    busy = _busiest_s(work_of(times, one, 0), one) * int(one["microbatches"][0])
     (silent, exact), (full, _) = spans
     # Software that does not hide messages waits for its own besides; links of the simulation carry them beside computing.
     steady = float(np.broadcast_to(times.steady_messages_s, 1)[0]) * int(one["microbatches"][0])

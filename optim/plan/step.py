@@ -138,7 +138,7 @@ class _Rank:
 class RankTimes:
     """What ranks of a pipeline take for one micro-batch (all their chunks): a middle one, and the first and last without and
     with the embedding and the head. ``message_s``: from one rank to the next; ``steady_messages_s``: what a rank waits for its
-    own, once the pipeline is full."""
+    own, once the pipeline is full. ``layers``: of the model."""
 
     middle: _Rank
     ends: _Rank
@@ -147,6 +147,7 @@ class RankTimes:
     middle_layers: Column
     message_s: Column
     steady_messages_s: Column
+    layers: Column
 
 
 def rank_times(workload: Workload, cluster: Cluster, stack: Stack, layouts: Layouts) -> RankTimes:
@@ -171,6 +172,7 @@ def _ranks(
         middle_layers=middle_layers,
         message_s=traffic.message_s,
         steady_messages_s=traffic.steady_messages_s,
+        layers=np.broadcast_to(sizes.layers, middle_layers.shape),
     )
     return found, traffic, layer
 

@@ -125,7 +125,8 @@ def _gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Wa
     shared, experts = rank_parameters(sizes, layouts)
     encoding = (shared + experts) * _ENCODING_BYTES / conditions.memory_per_s / conditions.memory
     encoding = np.where(layouts["compression"] > 0, encoding, 0.0)
-    found = conditions.exposed * found + encoding + waits.table.reached_s(conditions)
+    exposed = np.maximum(conditions.exposed, waits.last_bucket)
+    found = exposed * found + encoding + waits.table.reached_s(conditions)
     return found * (1 - sizes.frozen)
 
 

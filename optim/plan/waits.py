@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,8 @@ class Wait:
 class Waits:
     """Of every layout: one reduction of a layer's output over tensor ranks; a layer's keys and values once round its
     ring; one all-to-all of a layer of experts; a message between stages; a layer's weights gathered, and their gradients
-    reduced (with replicas of a shard group); a rank's gradients synchronised, those of experts apart; a tied table's."""
+    reduced (with replicas of a shard group); a rank's gradients synchronised, those of experts apart; a tied table's.
+    ``last_bucket``: the share of gradients that the last bucket is, where buckets are given: nothing hides it."""
 
     tensor: Wait
     context: Wait
@@ -69,6 +71,7 @@ class Waits:
     gradients: Wait
     expert_gradients: Wait
     table: Wait
+    last_bucket: Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +219,33 @@ def rank_parameters(sizes: Sizes, layouts: Layouts) -> tuple[Column, Column]:
     return shared, experts / np.minimum(layouts["expert"] * 1.0, sizes.experts)
 
 
-def _of_gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: _Wire) -> dict[str, Wait]:
+def _times(wait: Wait, count: Column) -> Wait:
+    """So many of them, one after the other."""
+    return Wait(wait.alone_s * count, wait.away)
+
+
+def _buckets(size: Column, layouts: Layouts) -> Column:
+    """In how many pieces gradients of so many bytes go; 1 where software chooses, whose constants were fitted so."""
+    bucket = layouts["bucket_bytes"]
+    return np.where(bucket > 0, np.maximum(np.ceil(size / np.maximum(bucket, 1)), 1.0), 1.0)
+
+
+def _of_gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: _Wire) -> dict[str, Any]:
     """Of a step, without ZeRO 3: an all-reduce, or a reduce-scatter and the gather of new parameters."""
     shared, experts = rank_parameters(sizes, layouts)
     ranks = (layouts["data"] * layouts["context"]).astype(np.float64)
     near = _near(conditions, layouts)
     size = _wire_bytes(conditions, layouts)
     off = layouts["zero_stage"] < 3
+    # Gradients that are sharded while they accumulate are reduced with each micro-batch (Rajbhandari 2020, section 7.1).
+    rounds = np.where(layouts["zero_stage"] == 2, layouts["microbatches"], 1)
 
     def synchronised(weights: Column, group: Column) -> Wait:
-        reduced = wire.one_way(weights * size, group, near)
+        count = _buckets(weights * size, layouts)
+        return _where(off & (weights > 0), _times(one_bucket(weights / count, group), count))
+
+    def one_bucket(weights: Column, group: Column) -> Wait:
+        reduced = _times(wire.one_way(weights * size, group, near), rounds)
         spread_out = wire.one_way(weights * 2.0, group, near)
         halves = Wait(reduced.alone_s + spread_out.alone_s, reduced.away)
         whole = _where(
@@ -233,7 +253,7 @@ def _of_gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: 
             wire.two_level(weights * size, group, near),
             wire.all_reduce(weights * size, group, near),
         )
-        return _where(off & (weights > 0), _where(layouts["zero_stage"] > 0, halves, whole))
+        return _where(layouts["zero_stage"] > 0, halves, whole)
 
     # Stages at both ends reduce a tied table between them.
     table = sizes.embedding_parameters / layouts["tensor"] * size
@@ -241,6 +261,9 @@ def _of_gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: 
     return {
         "gradients": synchronised(shared, ranks),
         "expert_gradients": synchronised(experts, _expert_group(ranks, layouts)),
+        "last_bucket": np.where(
+            layouts["bucket_bytes"] > 0, 1 / _buckets((shared + experts) * size, layouts), 0.0
+        ),
         "table": _where(
             (layouts["pipeline"] > 1) & (sizes.tied > 0), wire.all_reduce(table, pair, np.ones(1))
         ),

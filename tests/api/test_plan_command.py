@@ -47,7 +47,7 @@ def test_json_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main([*ASK, "-o", str(file)]) == 0
     assert capsys.readouterr().err == f"Wrote {file}\n"
     content = json.loads(file.read_text(encoding="utf-8"))
-    assert content["schema"] == "trine.plan/1" and len(content["ranked"]) == 3
+    assert content["schema"] == "trine.plan/1" and len(content["rows"]) == 3
     assert content["options"]["pins"] == {"pipeline": [1]}
     assert content["stack"]["name"] == "megatron-core"
 

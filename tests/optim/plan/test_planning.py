@@ -70,6 +70,9 @@ def test_alternatives_change_what_they_say(tight: Plan) -> None:
         assert one.layout[one.column] == one.value != tight.best.layout[one.column]
         assert one.fits == (one.peak_bytes <= tight.problem.capacity_bytes)
         assert one.fits != one.reason.startswith("does not fit: ")
+        assert one.reason.endswith("other numbers") == (
+            one.fits and one.column in ("precision", "compression")
+        )
 
 
 def test_days_and_price_follow_from_the_step(tight: Plan) -> None:
@@ -177,13 +180,40 @@ def test_bad_arguments_end_in_one_line(changes: dict[str, Any], told: str) -> No
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_buckets_cost_latency_where_small_and_hide_nothing_where_one() -> None:
+    asked = problem(stack="torchtitan")
+    whole = 4 * DENSE.parameters
+
+    def exposed(bucket: int, stage: int = 0) -> float:
+        layout = Layouts.of(data=4, microbatches=2, bucket_bytes=bucket, zero_stage=stage)
+        return float(predict(DENSE, asked.cluster, asked.stack, layout).parts["exposed_gradients"][0])
+
+    assert exposed(2**20) > exposed(25 * 2**20) > 0
+    share = asked.stack.exposed
+    assert exposed(2 * whole) == pytest.approx(exposed(0) / min(share, 1.0), rel=1e-6)
+
+
+def test_sharded_gradients_are_reduced_with_each_micro_batch() -> None:
+    asked = problem(stack="trine")
+
+    def exposed(stage: int, microbatches: int) -> float:
+        layout = Layouts.of(data=4, microbatches=microbatches, zero_stage=stage)
+        return float(predict(DENSE, asked.cluster, asked.stack, layout).parts["exposed_gradients"][0])
+
+    assert exposed(1, 8) == pytest.approx(exposed(1, 1))
+    assert exposed(2, 1) == pytest.approx(exposed(1, 1))
+    # The reduce-scatter eight times, the gather of new parameters once.
+    assert exposed(2, 8) - exposed(2, 1) == pytest.approx(7 * (exposed(2, 2) - exposed(2, 1)))
+    assert exposed(2, 2) > 1.5 * exposed(2, 1)
+
+
 # --- JSON ---------------------------------------------------------------------------------------
 
 
 def test_the_json_is_strict_and_gives_the_layouts_back(tight: Plan) -> None:
     content = json.loads(json.dumps(plan_to_dict(tight), allow_nan=False))
     assert content["schema"] == "trine.plan/1"
-    for entry, one in zip(content["ranked"], tight.ranked, strict=True):
+    for entry, one in zip(content["rows"], tight.ranked, strict=True):
         assert Layouts.of(**entry["layout"]).row(0) == one.layout
         assert entry["step_s"]["value"] == one.step.value
     assert content["workload"]["layers"] == 4 and content["cluster"]["devices"] == 4
@@ -202,7 +232,7 @@ def test_the_json_is_strict_and_gives_the_layouts_back(tight: Plan) -> None:
 
 def test_what_the_json_lacks_has_a_reason() -> None:
     content = plan_to_dict(plan(DENSE, cluster(80.0), global_batch=8, top=1, pins=["recompute=none"]))
-    assert content["ranked"][0]["cost"] is None and content["largest"] is None
+    assert content["rows"][0]["cost"] is None and content["largest"] is None
     assert {each["id"] for each in content["data_quality"]} == {"no-tokens", "no-jitter", "no-largest"}
     assert content["options"]["pins"] == {"recompute": ["none"]}
 
