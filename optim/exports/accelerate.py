@@ -210,7 +210,11 @@ def _megatron(exported: Exported, account: Account) -> Tables:
         "interleaved stages are no key of the file: num_layers_per_virtual_pipeline_stage of the plugin",
     )
     account.misses("parallel.split", "stages are equal")
-    found["sequence_parallelism"] = parallel.sequence
+    if parallel.tensor == 1:
+        account.misses(
+            "parallel.sequence", "the sequence is split over tensor ranks, and parallel.tensor is 1"
+        )
+    found["sequence_parallelism"] = parallel.sequence and parallel.tensor > 1
     account.says("parallel.sequence")
     found["use_distributed_optimizer"] = config.zero.stage >= 1
     if config.zero.stage > 1:

@@ -106,7 +106,11 @@ def _sequence(exported: Exported, account: Account) -> Arguments:
             "sequence_parallelism_mode": "ring_attn",
             "sp_size": parallel.context,
         }
-    if account.takes("parallel.sequence"):
+    if parallel.tensor == 1:
+        account.misses(
+            "parallel.sequence", "the sequence is split over tensor ranks, and parallel.tensor is 1"
+        )
+    elif account.takes("parallel.sequence"):
         return {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
     return {}
 
@@ -160,7 +164,11 @@ def _gemini(exported: Exported, account: Account) -> Arguments:
             account.notes("offload.parameters: optimizer state goes to host memory with them there")
     if offload.optimizer == "cpu":
         account.says("offload.optimizer")
-    if account.takes("parallel.sequence"):
+    if parallel.tensor == 1:
+        account.misses(
+            "parallel.sequence", "the sequence is split over tensor ranks, and parallel.tensor is 1"
+        )
+    elif account.takes("parallel.sequence"):
         found["enable_sequence_parallelism"] = True
     account.says("parallel.data")
     replicas = exported.replicas

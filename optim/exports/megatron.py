@@ -51,11 +51,15 @@ def _add_parallel(flags: Flags, exported: Exported, account: Account) -> None:
         account.says(key)
         if degree > 1:
             flags.add(flag, degree)
-    if account.takes("parallel.sequence"):
+    if parallel.tensor == 1:
+        account.misses(
+            "parallel.sequence", "the sequence is split over tensor ranks, and parallel.tensor is 1"
+        )
+    elif account.takes("parallel.sequence"):
         flags.add("--sequence-parallel")
-    elif parallel.tensor > 1 and parallel.expert > 1:
+    elif parallel.expert > 1 or (exported.workload is not None and exported.workload.is_mixture):
         account.notes(
-            "parallel.expert beside parallel.tensor: Megatron-LM trains experts so under --sequence-parallel alone"
+            "parallel.tensor beside experts: Megatron-LM trains them under --sequence-parallel alone"
         )
     if parallel.tensor > 1 and _expert_degree(exported, account) > 1:
         flags.add(

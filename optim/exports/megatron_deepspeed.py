@@ -118,6 +118,10 @@ def _add_parallel(flags: Flags, exported: Exported, account: Account) -> None:
         )  # by heads, with all-to-all (Jacobs et al. 2023)
     if parallel.context > 1:
         account.misses("parallel.sequence", "it cannot stand beside --ds-sequence-parallel-size")
+    elif parallel.tensor == 1:
+        account.misses(
+            "parallel.sequence", "the sequence is split over tensor ranks, and parallel.tensor is 1"
+        )
     elif account.takes("parallel.sequence"):
         flags.add("--sequence-parallel")
     if account.takes("parallel.expert"):

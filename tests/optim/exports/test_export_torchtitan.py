@@ -1,0 +1,189 @@
+"""Exports to torchtitan: Python that builds its configuration, read by torchtitan's own ``ConfigManager`` where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import export_cases as cases
+import pytest
+import torchtitan_shape
+from hypothesis import given, settings
+
+from trine.optim.config import Config
+from trine.optim.exports import Exported, write
+from trine.optim.exports._reading import exported_of_layout
+from trine.optim.exports.torchtitan import _MODELS
+
+
+def built(exported: Exported) -> Any:
+    """The configuration that the exported module builds, over torchtitan's public shape."""
+    namespace: dict[str, Any] = {}
+    with torchtitan_shape.loaded(*set(_MODELS.values())):
+        exec(compile(write("torchtitan", exported).text, "trine_torchtitan.py", "exec"), namespace)  # noqa: S102 - it is a program
+        if "exported" in namespace:
+            return namespace["exported"]()
+        return namespace["applied"](torchtitan_shape.Configuration())
+
+
+ROW: dict[str, Any] = {
+    "data": 8,
+    "shard": 4,
+    "zero_stage": 2,
+    "tensor": 2,
+    "sequence": 1,
+    "context": 2,
+    "pipeline": 2,
+    "schedule": "zb-v",
+    "chunks": 2,
+    "micro_batch": 2,
+    "microbatches": 8,
+    "recompute": "full",
+}
+
+
+def test_every_degree_has_its_field() -> None:
+    found = built(exported_of_layout(ROW, cases.DENSE))
+    parallelism = found.parallelism
+    assert (parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree) == (2, 4)
+    assert (parallelism.tensor_parallel_degree, parallelism.enable_sequence_parallel) == (2, True)
+    assert (parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree) == (2, 2)
+    assert parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
+    assert parallelism.pipeline_parallel_microbatch_size == 2
+    assert parallelism.fsdp_reshard_after_forward == "never"
+    # A rank's eight micro-batches of two are one local batch there, and the step has no accumulation besides.
+    assert (found.training.local_batch_size, found.training.global_batch_size) == (16, 128)
+    assert (found.training.seq_len, found.training.disable_cuda_graphs) == (8192, True)
+    assert found.activation_checkpoint.kind == "FullAC"
+
+
+@pytest.mark.parametrize(
+    ("row", "reshard", "degrees"),
+    [
+        ({"data": 8}, "default", (8, 1)),
+        ({"data": 8, "zero_stage": 3}, "always", (1, 8)),
+        ({"data": 8, "zero_stage": 2}, "never", (1, 8)),
+        ({"data": 8, "zero_stage": 1, "shard": 2}, "never", (4, 2)),
+    ],
+)
+def test_stages(row: dict[str, Any], reshard: str, degrees: tuple[int, int]) -> None:
+    parallelism = built(exported_of_layout(row, cases.DENSE)).parallelism
+    assert parallelism.fsdp_reshard_after_forward == reshard
+    assert (parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree) == degrees
+
+
+def test_experts_are_borrowed_from_shards() -> None:
+    found = built(exported_of_layout({"data": 16, "expert": 8, "zero_stage": 3}, cases.MIXTURE))
+    # dp_shard counts the ranks that experts are spread over (expert_parallel_degree).
+    assert (found.parallelism.data_parallel_shard_degree, found.parallelism.expert_parallel_degree) == (16, 8)
+
+
+@settings(max_examples=60)
+@given(cases.exported_layouts())
+def test_any_layout_builds_and_fills_its_devices(exported: Exported) -> None:
+    found = built(exported)
+    parallelism, training = found.parallelism, found.training
+    degrees = (
+        "data_parallel_replicate",
+        "data_parallel_shard",
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+    )
+    assert prod(getattr(parallelism, f"{name}_degree") for name in degrees) == exported.devices
+    ranks = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+    assert training.global_batch_size % (training.local_batch_size * ranks) == 0  # as Trainer checks
+    assert exported.layout is not None
+    pieces = training.local_batch_size // exported.layout["micro_batch"]  # type: ignore[operator]
+    steps = training.global_batch_size // (training.local_batch_size * ranks)
+    assert pieces * steps == exported.layout["microbatches"]
+
+
+def test_models_of_its_own_are_named_and_others_are_left_to_the_user() -> None:
+    dense = write("torchtitan", exported_of_layout({"data": 2}, cases.DENSE))
+    assert "from torchtitan.models.llama3.config_registry import llama3_8b" in dense.text
+    assert "return applied(llama3_8b())" in dense.text and dense.cannot == ()
+    mixture = write("torchtitan", exported_of_layout({"data": 2}, cases.MIXTURE))
+    assert "def exported" not in mixture.text
+    assert any("no configuration of a-mixture" in line for line in mixture.cannot)
+
+
+def test_a_configuration_whose_ranks_nobody_knows() -> None:
+    config = Config().with_changes({"zero.stage": 3, "parallel.tensor": 2, "accumulation.micro_batch": 2})
+    parallelism = built(Exported(config)).parallelism
+    assert parallelism.data_parallel_shard_degree == -1  # the ranks that are left over
+
+
+#: By the parser that torchtitan.train uses: --module and --config name the function.
+READ = """
+import importlib, json, sys
+from torchtitan.config.manager import ConfigManager
+sys.path.insert(0, sys.argv[1])
+found = []
+for name in json.loads(sys.argv[2]):
+    config = ConfigManager().parse_args(["--module", name, "--config", "exported"])
+    parallelism, training = config.parallelism, config.training
+    found.append([parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_schedule,
+                  parallelism.data_parallel_shard_degree, training.global_batch_size, training.seq_len,
+                  type(config.activation_checkpoint).__qualname__, len(config.model_spec.model.layers)])
+from torch.distributed.pipelining.schedules import get_schedule_class
+for row in found:
+    get_schedule_class(row[1])
+for module, function in json.loads(sys.argv[3]):
+    getattr(importlib.import_module(f"torchtitan.models.{module}.config_registry"), function)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_torchtitans_own_parser_reads_exports(tmp_path: Path) -> None:
+    for name in (
+        "torchtitan",
+        "triton",
+    ):  # its kernels are imported with it, and PyTorch for CPUs comes without Triton
+        if find_spec(name) is None:
+            pytest.skip(
+                f"exports are read by torchtitan, and {name} is not installed: pip install torchtitan triton"
+            )
+    mixture = cases.MIXTURE.with_changes(name="deepseek-v3")
+    rows = {
+        "titan_dense": exported_of_layout(ROW, cases.DENSE),
+        "titan_plain": exported_of_layout(
+            {"data": 64, "zero_stage": 3, "recompute": "selective"}, cases.DENSE
+        ),
+        "titan_experts": exported_of_layout({"data": 64, "expert": 32, "zero_stage": 3}, mixture),
+    }
+    for name, exported in rows.items():
+        (tmp_path / f"{name}.py").write_text(write("torchtitan", exported).text)
+    models = [
+        model for model in _MODELS.values() if model[0] in ("llama3", "qwen3", "deepseek_v3", "gpt_oss")
+    ]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            READ,
+            str(tmp_path),
+            json.dumps(list(rows)),
+            json.dumps(models),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    dense, plain, experts = json.loads(done.stdout.splitlines()[-1])
+    assert dense == [2, "ZBVZeroBubble", 4, 128, 8192, "FullAC.Config", 32]
+    assert plain[2:6] == [64, 64, 8192, "SelectiveAC.Config"]
+    assert experts[2] == 64 and experts[6] == 61
