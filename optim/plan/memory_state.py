@@ -116,7 +116,7 @@ def state_of(
     cached = np.where(fp8, traits.fp8_weight_bytes, 0.0) * (shared + experts)
     if not traits.masters:
         # Half-precision copies that autocast keeps through a step where FSDP does not gather them.
-        copies = (stage < 3) & (weight > element_bytes(layouts))
+        copies = (stage < 3) & (weight > element_bytes(layouts)) & (layouts["parameter_offload"] == 0)
         cached = cached + np.where(copies, element_bytes(layouts) * (shared + experts), 0.0)
     gathers, head_gathers = _gathers(workload, traits, layouts, places, stage, shared + experts, trained)
     away, parameters, optimizer_bytes, gradients = _offloaded(layouts, sizes)
@@ -181,7 +181,8 @@ def _gathers(
 ) -> tuple[Column, Column]:
     """Under ZeRO 3: blocks in use and ahead, with a block's whole gradients in both precisions; embedding and head around the loss.
 
-    A pipeline keeps its stage gathered, and its gradients whole, over the micro-batches of a step.
+    A pipeline keeps its stage gathered, and its gradients whole, over the micro-batches of a step. Weights that lie elsewhere come
+    for each use.
     """
     tensor = layouts["tensor"].astype(np.float64)
     mixture = workload.mixture_layers > 0
@@ -195,17 +196,20 @@ def _gathers(
     if traits.live_parameters:
         # Modules are gathered one by one: what stays gathered, and the largest.
         unit = np.maximum(workload.ffn, workload.hidden) * workload.hidden / tensor
-        ahead = np.minimum(traits.live_parameters, elements) + unit
+        ahead = np.minimum(traits.live_parameters + unit, elements)
         outside = 0.0 * outside
-    piped = layouts["pipeline"] > 1
+    moved = layouts["parameter_offload"] > 0
+    piped = (layouts["pipeline"] > 1) & ~moved
     stage_layers = places.layers * layer
     blocks = np.where(piped, stage_layers, ahead) + outside
     head = places.last * workload.vocab * workload.hidden / tensor
     # Until a pipeline's last micro-batch whole gradients are summed, in 32 bits.
     whole = np.where(piped, 4.0 * (stage_layers + outside), half * (unit + head))
-    backward = half * blocks + trained * whole
-    loss = half * (np.where(piped, stage_layers, unit) + outside) + np.where(piped, trained * whole, 0.0)
-    on = (stage >= 3) | (layouts["parameter_offload"] > 0)
+    # Below stage 3 gradients are whole, and counted, anyway.
+    whole = trained * np.where(stage >= 3, whole, 0.0)
+    backward = half * blocks + whole
+    loss = half * (np.where(piped, stage_layers, unit) + outside) + np.where(piped, whole, 0.0)
+    on = (stage >= 3) | moved
     return np.where(on, backward, 0.0), np.where(on, loss, 0.0)
 
 
