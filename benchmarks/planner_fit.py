@@ -2,7 +2,7 @@
 
     python benchmarks/planner_fit.py [--runs FILE.csv] [--write] [--no-cross-validation]
 
-What is minimised is a robust loss (pseudo-Huber) of log(predicted/measured), each table weighing as the fourth root of its rows, plus
+What is minimised is a robust loss (pseudo-Huber) of log(predicted/measured), each table weighing as the tenth root of its rows, plus
 each constant's distance from its prior in units of how far such constants may lie from it. A constant that no run tells
 apart stays at its prior. Cross-validation leaves one table out, fits on the others, and predicts it.
 """
@@ -56,7 +56,7 @@ PRIORS: Mapping[str, tuple[float, float]] = {
 #: Above this error (as a logarithm) a run counts as an outlier and pulls ever less.
 _KNEE = 0.05
 #: How much more a table of one run weighs than a prior.
-_SHARE = 5.0
+_SHARE = 8.0
 _STEPS = 40
 
 
@@ -100,7 +100,7 @@ class Problem:
             layouts=layouts,
             waits=waits_of(sizes, conditions, layouts),
             measured=np.asarray([run.seconds for run in runs], dtype=np.float64),
-            weights=np.asarray([_SHARE * counts[table] ** -0.75 for table in tables]) ** 0.5,
+            weights=np.asarray([_SHARE * counts[table] ** -0.9 for table in tables]) ** 0.5,
             owners=owners,
             names=tuple(names),
             parents=np.asarray(parents),
@@ -220,7 +220,7 @@ def cross_validated(problem: Problem, theta: Values) -> Values:
 def _spread(problem: Problem, ratio: Values) -> tuple[float, float]:
     """Factors between which nine of ten measured times lie, tables weighing alike."""
     order = np.argsort(-ratio)
-    weight = np.cumsum((problem.weights ** (8 / 3))[order])
+    weight = np.cumsum((problem.weights ** (20 / 9))[order])
     low = -ratio[order][np.searchsorted(weight, 0.05 * weight[-1])]
     high = -ratio[order][min(np.searchsorted(weight, 0.95 * weight[-1]), len(order) - 1)]
     return float(np.exp(low)), float(np.exp(high))
