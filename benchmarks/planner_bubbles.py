@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ from trine.optim.plan.operators import layer_times
 from trine.optim.plan.schedules import Shape, Work, order_of, schedules
 from trine.optim.plan.schedules.automatic import automatic
 from trine.optim.plan.simulator import simulate
+from trine.record.errors import UsageError
 
 __all__ = ["Scored", "main", "score"]
 
@@ -58,7 +59,7 @@ WAYS = ("profiled", "dimensions", "package")
 SEQUENCE = 1024
 
 #: The paper's names; the automatic schedules have so many times 1F1B's memory.
-NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
+NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "ZB-V": "zb-v"}
 AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
 ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
@@ -79,6 +80,29 @@ PROFILE: Mapping[tuple[int, int, int], tuple[float, float, float, float]] = {
 }
 #: Heads by hidden size (table 3 of the paper); else of 128 elements.
 HEADS = {2304: 24, 4096: 32, 5120: 40, 6144: 48}
+
+
+class Size(NamedTuple):
+    """What stages' times depend on."""
+
+    layers: int
+    hidden: int
+    ranks: int
+    micro_batch: int
+
+    @property
+    def heads(self) -> int:
+        """Of attention."""
+        return HEADS.get(self.hidden, max(self.hidden // 128, 1))
+
+    @property
+    def message_bytes(self) -> float:
+        """Of a micro-batch's activations between two stages, in 16 bits."""
+        return 2.0 * self.micro_batch * SEQUENCE * self.hidden
+
+
+#: The models that were profiled.
+PROFILED = (Size(22, 2304, 8, 6), Size(30, 4096, 8, 3), Size(46, 5120, 16, 1), Size(62, 6144, 32, 1))
 VOCABULARY = 50304
 #: Shares of the best matmul's rate and of the memory's that a fit tries.
 SHARES = tuple(product(np.arange(0.7, 1.1, 0.02).tolist(), np.arange(0.4, 1.3, 0.05).tolist()))
@@ -98,19 +122,15 @@ class Row:
     rate: float
 
     @property
-    def size(self) -> tuple[int, int, int, int]:
-        """What stages' times depend on."""
-        return self.layers, self.hidden, self.ranks, self.micro_batch
+    def size(self) -> Size:
+        """What its stages' times depend on."""
+        return Size(self.layers, self.hidden, self.ranks, self.micro_batch)
 
     @property
-    def heads(self) -> int:
-        """Of attention."""
-        return HEADS.get(self.hidden, max(self.hidden // 128, 1))
-
-    @property
-    def message_bytes(self) -> float:
-        """Of a micro-batch's activations between two stages, in 16 bits."""
-        return 2.0 * self.micro_batch * SEQUENCE * self.hidden
+    def profiled(self) -> tuple[float, float, float, float] | None:
+        """Seconds of F, B, W and a message, where they were profiled."""
+        found = PROFILE.get((self.hidden, self.ranks, self.microbatches)) if self.size in PROFILED else None
+        return None if found is None else (found[0] / 1e6, found[1] / 1e6, found[2] / 1e6, found[3] / 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,73 +186,70 @@ def _cluster(ranks: int) -> Cluster:
 
 
 @lru_cache(maxsize=64)
-def stages_s(
-    size: tuple[int, int, int, int], heads: int, shares: tuple[tuple[float, float], ...] = ()
-) -> npt.NDArray[np.float64]:
+def stages_s(size: Size, shares: tuple[tuple[float, float], ...] = ()) -> npt.NDArray[np.float64]:
     """Seconds of F, B and W of the mean stage, embedding and head among them: a row for each (matmul, memory) of ``shares``,
     one by the package's constants where there are none.
 
     Attention's scores lie in memory, element-wise kernels are not joined, and dropout is on, as the paper's count of
     activations (34 sbh + 5 as²b) has it.
     """
-    layers, hidden, ranks, micro_batch = size
     workload = Workload(
         name="published",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        ffn=4 * hidden,
+        layers=size.layers,
+        hidden=size.hidden,
+        heads=size.heads,
+        ffn=4 * size.hidden,
         vocab=VOCABULARY,
         sequence=SEQUENCE,
         learned_positions=True,
         dropout=True,
     )
     stack = stack_named("Megatron-LM").with_traits(fused_attention=False, fused=False)
-    conditions = Conditions.of(_cluster(ranks), stack)
+    conditions = Conditions.of(_cluster(size.ranks), stack)
     if shares:
         matmul, memory = np.array(shares).T
         conditions = replace(conditions, matmul=matmul, memory=memory)
-    layouts = Layouts.of(pipeline=ranks, micro_batch=micro_batch, microbatches=[ranks] * max(len(shares), 1))
+    layouts = Layouts.of(
+        pipeline=size.ranks, micro_batch=size.micro_batch, microbatches=[size.ranks] * max(len(shares), 1)
+    )
     times = layer_times(Sizes.of(workload), conditions, layouts)
     columns = []
     for name in ("forward_s", "input_s", "weight_s"):
         ends = getattr(times.head, name) + getattr(times.embedding, name)
-        column = (getattr(times.dense, name) * layers + ends) / ranks
+        column = (getattr(times.dense, name) * size.layers + ends) / size.ranks
         columns.append(np.broadcast_to(column, (len(layouts),)))
     return np.stack(columns, axis=1)
 
 
-def package_message_s(row: Row) -> float:
+def package_message_s(size: Size) -> float:
     """A message by the package's constants: the mean over boundaries, of which those between nodes are few."""
-    cluster = _cluster(row.ranks)
+    cluster = _cluster(size.ranks)
     network = Conditions.of(cluster, stack_named("Megatron-LM")).networks[0]
-    inside = float(point_to_point_s(network, row.message_bytes, True))
+    inside = float(point_to_point_s(network, size.message_bytes, True))
     across = cluster.nodes - 1
     if not across:
         return inside
-    between = float(point_to_point_s(network, row.message_bytes, False))
-    return (inside * (row.ranks - 1 - across) + between * across) / (row.ranks - 1)
+    between = float(point_to_point_s(network, size.message_bytes, False))
+    return (inside * (size.ranks - 1 - across) + between * across) / (size.ranks - 1)
 
 
-def fit(rows: Sequence[Row]) -> Machine:
-    """Constants from the published profiles of these rows' models: least squares of logarithms, and a line for messages."""
-    profiles: dict[tuple[int, int, int, int], list[tuple[float, ...]]] = {}
-    of = {row.size: row for row in rows}
-    for row in rows:
-        profiled = PROFILE.get((row.hidden, row.ranks, row.microbatches))
-        if profiled is not None:
-            profiles.setdefault(row.size, []).append(profiled)
-    means = {size: np.mean(lines, axis=0) / 1e6 for size, lines in profiles.items()}
+@lru_cache(maxsize=8)
+def fit(hidden: int) -> Machine:
+    """Constants from the published profiles of all models but those of a hidden size: least squares of logarithms, and a line
+    for messages."""
+    means = {
+        size: np.mean([line for key, line in PROFILE.items() if key[0] == size.hidden], axis=0) / 1e6
+        for size in PROFILED
+        if size.hidden != hidden
+    }
 
     # Logarithms of profiled over modelled: (models, shares, F B W).
-    ratios = np.stack(
-        [np.log(mean[:3] / stages_s(size, of[size].heads, SHARES)) for size, mean in means.items()]
-    )
+    ratios = np.stack([np.log(mean[:3] / stages_s(size, SHARES)) for size, mean in means.items()])
     inputs = ratios[..., 1].mean(axis=0)
     loss = np.square(ratios[..., ::2]).sum(axis=(0, 2)) + np.square(ratios[..., 1] - inputs).sum(axis=0)
     best = int(np.argmin(loss))
     matmul, memory = SHARES[best]
-    sizes = np.array([of[size].message_bytes for size in means])
+    sizes = np.array([size.message_bytes for size in means])
     slope, latency = np.polyfit(sizes, [mean[3] for mean in means.values()], 1)
     return Machine(matmul, memory, float(np.exp(inputs[best])), float(latency), float(1 / slope))
 
@@ -242,44 +259,45 @@ def fit(rows: Sequence[Row]) -> Machine:
 
 def rate_of(row: Row, times: tuple[float, float, float], message_s: float) -> float:
     """A schedule's bubble rate with stages that take ``times``."""
+    if row.schedule not in NAMES and row.schedule not in AUTOMATIC:
+        raise UsageError(f"no schedule of the planner is called {row.schedule}")
     if row.schedule in AUTOMATIC:
         shape, work = Shape(row.ranks, 1, row.microbatches), Work.even(row.ranks, *times, message_s)
         # Activations that W needs, of all (Qi et al. 2023, appendix; Korthikanti et al. 2022).
-        share = 32 * row.hidden / (34 * row.hidden + 5 * row.heads * SEQUENCE)
+        share = 32 * row.hidden / (34 * row.hidden + 5 * row.size.heads * SEQUENCE)
         order = automatic(shape, work, AUTOMATIC[row.schedule] * row.ranks, share)
         return simulate(order, work).bubble_rate()
-    chunks = (row.layers + 2) // row.ranks if row.schedule == "1F1B-I" else 1
+    chunks = {"1F1B-I": max((row.layers + 2) // row.ranks, 1), "ZB-V": 2}.get(row.schedule, 1)
     shape = Shape(row.ranks, chunks, row.microbatches)
     split = [each / chunks for each in times]
     work = Work.even(row.ranks * chunks, split[0], split[1], split[2], message_s)
     return simulate(order_of(NAMES[row.schedule], shape), work).bubble_rate()
 
 
-def score(rows: Sequence[Row]) -> list[Scored]:
-    """Every row, in each way that it can be predicted."""
-    machines = {
-        row.size: fit([each for each in rows if each.hidden != row.hidden])
-        for row in {row.size: row for row in rows}.values()
-        if len({each.hidden for each in rows} - {row.hidden}) > 1
-    }
-    found = []
+def score(rows: Sequence[Row]) -> tuple[list[Scored], dict[str, int]]:
+    """Every row, in each way that it can be predicted; and reason → rows for those that cannot."""
+    found: list[Scored] = []
+    skipped: dict[str, int] = {}
     for row in rows:
-        by_package = stages_s(row.size, row.heads)[0].tolist()
-        rates = {
-            "package": rate_of(row, (by_package[0], by_package[1], by_package[2]), package_message_s(row))
-        }
-        profiled = PROFILE.get((row.hidden, row.ranks, row.microbatches))
-        if profiled is not None:
-            given = [each / 1e6 for each in profiled]
-            rates["profiled"] = rate_of(row, (given[0], given[1], given[2]), given[3])
-        if row.size in machines:
-            machine = machines[row.size]
-            of_stage = stages_s(row.size, row.heads, ((machine.matmul, machine.memory),))[0].tolist()
-            times = of_stage[0], of_stage[1] * machine.by_input, of_stage[2]
-            message = machine.latency_s + row.message_bytes / machine.bytes_per_s
-            rates["dimensions"] = rate_of(row, times, message)
-        found.append(Scored(row, rates))
-    return found
+        try:
+            found.append(_scored(row))
+        except UsageError as error:
+            skipped[str(error)] = skipped.get(str(error), 0) + 1
+    return found, skipped
+
+
+def _scored(row: Row) -> Scored:
+    by_package = stages_s(row.size)[0].tolist()
+    rates = {
+        "package": rate_of(row, (by_package[0], by_package[1], by_package[2]), package_message_s(row.size))
+    }
+    if row.profiled is not None:
+        rates["profiled"] = rate_of(row, row.profiled[:3], row.profiled[3])
+    machine = fit(row.hidden)
+    times = stages_s(row.size, ((machine.matmul, machine.memory),))[0].tolist()
+    message = machine.latency_s + row.size.message_bytes / machine.bytes_per_s
+    rates["dimensions"] = rate_of(row, (times[0], times[1] * machine.by_input, times[2]), message)
+    return Scored(row, rates)
 
 
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
@@ -356,13 +374,14 @@ def main(argv: list[str] | None = None) -> int:
         rows = read_rows(arguments.rates)
     except (OSError, KeyError, ValueError) as error:
         parser.error(f"{arguments.rates} holds no bubble rates: {error!r}")
-    known = [row for row in rows if row.schedule in NAMES or row.schedule in AUTOMATIC]
-    scored = score(known)
-    found = {**summary(scored), "skipped": len(rows) - len(known)}
+    scored, skipped = score(rows)
+    found = {**summary(scored), "skipped": skipped}
     if arguments.format == "json":
         print(json.dumps({"summary": found, "rows": [asdict(each) for each in scored]}, indent=2))
     else:
         _print(scored, found)
+        for reason, count in skipped.items():
+            print(f"skipped {count}: {reason}")
         if (timed := data / "traces" / "pipeline_schedule" / "pp8").is_dir():
             print_timed(timed)
     judged = [found[way] for way in ("profiled", "dimensions") if way in found]

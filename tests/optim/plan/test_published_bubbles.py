@@ -30,10 +30,7 @@ def test_profiled_times_give_the_published_rates(tables: Path, benchmark_module:
     rows = [row for row in rows if row.ranks == 8 and row.microbatches <= 32]
     assert len({row.schedule for row in rows}) == 6
     for row in rows:
-        forward, by_input, by_weight, message = (
-            each / 1e6 for each in benchmark_module.PROFILE[row.hidden, row.ranks, row.microbatches]
-        )
-        found = benchmark_module.rate_of(row, (forward, by_input, by_weight), message)
+        found = benchmark_module.rate_of(row, row.profiled[:3], row.profiled[3])
         exact = row.schedule in ("1F1B", "ZB-H1", "ZB-H2", "ZB-1p")
         assert found == pytest.approx(row.rate, abs=1e-4 if exact else 5e-3), row
 
@@ -49,8 +46,8 @@ def test_times_from_dimensions_give_them_within_a_point(tables: Path, benchmark_
         if row.microbatches == least[row.hidden]
         and row.schedule in (quick if row.ranks > 8 else benchmark_module.NAMES)
     ]
-    scored = benchmark_module.score(chosen)
-    assert len(scored) == 12
+    scored, skipped = benchmark_module.score(chosen)
+    assert len(scored) == 12 and not skipped
     for each in scored:
         assert abs(each.error("dimensions")) <= benchmark_module.POINT, each
 
@@ -64,6 +61,19 @@ def test_every_row_is_within_a_point(
     found = json.loads(capsys.readouterr().out)["summary"]
     for way in ("profiled", "dimensions"):
         assert found[way]["within_a_point"] == found[way]["rows"] == 72
+
+
+def test_rows_of_other_models_are_predicted_and_what_is_not_known_is_said(
+    tmp_path: Path, benchmark_module: ModuleType
+) -> None:
+    rates = tmp_path / "rates.csv"
+    head = "model,layers,hidden,pp,mbs,m,schedule,bubble_rate"
+    lines = ["7B,30,4096,4,1,16,ZB-H1,0.07", "7B,30,4096,4,1,16,ZB-V,0.03", "7B,30,4096,4,1,16,Chimera,0.1"]
+    rates.write_text("\n".join([head, *lines]))
+    scored, skipped = benchmark_module.score(benchmark_module.read_rows(rates))
+    assert [sorted(each.rates) for each in scored] == [["dimensions", "package"]] * 2
+    assert all(0 < each.rates["dimensions"] < 0.15 for each in scored)
+    assert skipped == {"no schedule of the planner is called Chimera": 1}
 
 
 def test_a_file_of_something_else_is_refused_in_a_line(
