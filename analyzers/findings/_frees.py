@@ -86,14 +86,16 @@ def checkpointing(facts: Facts, rank: int) -> Prediction | None:
     if forward is not None:
         forward_ns = facts.step_part_ns(forward.share)
         inputs["forward_ns"] = forward_ns
-        return predict(facts, forward_ns, (-1.2, -1.0, -0.8), formula, inputs, freed)
+        change = {"checkpointing.mode": "full"}
+        return predict(facts, forward_ns, (-1.2, -1.0, -0.8), formula, inputs, freed, change)
     # Without phases: the forward pass is about a third of compute.
     compute = facts.part(lambda rank: rank.window(lambda breakdown: breakdown.compute_ns))
     if compute is None:
         return Prediction(None, None, freed, formula, inputs)
     compute_ns = facts.step_part_ns(compute.share)
     inputs["compute_ns"] = compute_ns
-    return predict(facts, compute_ns, (-0.4, -1 / 3, -0.25), formula, inputs, freed)
+    change = {"checkpointing.mode": "full"}
+    return predict(facts, compute_ns, (-0.4, -1 / 3, -0.25), formula, inputs, freed, change)
 
 
 def _replicated(facts: Facts) -> bool:

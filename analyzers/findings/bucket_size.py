@@ -64,6 +64,7 @@ def _too_few(facts: Facts, exposed_ns: int, per_step: float, mean_bytes: float) 
         saved,
         "exposed transfer × (1 − buckets now ÷ buckets after) × share that backward hides",
         {"buckets_per_step": round(per_step, 1), "buckets_after": AIM},
+        change={"communication.bucket_mib": bucket_mib},
     )
     title = f"{per_step:.0f} bucket{'s' if per_step >= 1.5 else ''} of {size(mean_bytes)} leave{'' if per_step >= 1.5 else 's'} little to overlap"
     return _finding(facts, title, prediction, bucket_mib, per_step, mean_bytes)
@@ -89,6 +90,7 @@ def _too_small(
         (lost * 0.3, lost * 0.6, lost * 0.9),
         "exposed transfer × (1 − bus bandwidth now ÷ that of large messages)",
         {"busbw_now": max(small), "busbw_large": link},
+        change={"communication.bucket_mib": DEFAULT_MIB},
     )
     title = f"{per_step:.0f} buckets of {size(mean_bytes)} reach {rate(max(small))} where large ones reach {rate(link)}"
     return _finding(facts, title, prediction, DEFAULT_MIB, per_step, mean_bytes)

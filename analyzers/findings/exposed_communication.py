@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from trine.analyzers.results import CollectiveResult, Finding, Prediction, Recommendation
@@ -112,8 +113,10 @@ def _smaller_or_hidden(facts: Facts, lost_ns: int, share: float) -> Recommendati
     """The cure that fits how this run is distributed."""
     inputs: dict[str, float | int | str] = {"transfer_share": round(share, 4)}
 
-    def gain(saved: tuple[float, float, float], formula: str) -> Prediction | None:
-        return predict(facts, lost_ns, saved, formula, inputs)
+    def gain(
+        saved: tuple[float, float, float], formula: str, change: Mapping[str, Any] | None = None
+    ) -> Prediction | None:
+        return predict(facts, lost_ns, saved, formula, inputs, change=change)
 
     kind = facts.about("data_parallel", "kind")
     if kind == "ddp" and _full_precision_gradients(facts):
@@ -122,7 +125,11 @@ def _smaller_or_hidden(facts: Facts, lost_ns: int, share: float) -> Recommendati
             why="Send gradients in bf16: half the bytes in the same collectives.",
             numerics="gradients are rounded to bf16 before they are averaged: losses stay within 2e-3 of fp32",
             # Half the bytes, less the casts and the latency that stay.
-            predicted=gain((0.25, 0.42, 0.5), "exposed transfer × (1 − bytes after ÷ before), bf16 for fp32"),
+            predicted=gain(
+                (0.25, 0.42, 0.5),
+                "exposed transfer × (1 − bytes after ÷ before), bf16 for fp32",
+                {"communication.compression": "bf16"},
+            ),
         )
     if kind == "fsdp2":
         return Recommendation(

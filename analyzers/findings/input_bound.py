@@ -67,6 +67,7 @@ def find(facts: Facts) -> Finding | None:
         saved,
         "loader stall × share that worker processes hide (all but the hand-over; half if cores are short)",
         {"stall_share": round(stall.share, 4), "workers": workers},
+        change={"data.workers": workers} if now == 0 else None,
     )
     with_now = "" if now is None else f", with {now} worker{'' if now == 1 else 's'}"
     return Finding(

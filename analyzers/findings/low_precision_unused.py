@@ -163,6 +163,7 @@ def find(facts: Facts) -> Finding | None:
             "speed_up_mid": speed_up[1],
             "elementwise_saved_mid": ELEMENTWISE_SAVED[1],
         },
+        change={"precision.dtype": _low(facts)},
     )
     if not worth_it(facts, prediction):
         return None

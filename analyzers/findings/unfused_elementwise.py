@@ -86,7 +86,8 @@ def _predict(
         "elementwise_saved_mid": round(own_saved[1], 3),
         "optimizer_saved_mid": round(optimizer_saved[1], 3),
     }
-    return predict(facts, stake, saved, formula, inputs)  # type: ignore[arg-type]
+    change = {"compute.compile": "blocks"} if elementwise_ns and optimizer is None else None
+    return predict(facts, stake, saved, formula, inputs, change=change)  # type: ignore[arg-type]
 
 
 def find(facts: Facts) -> Finding | None:

@@ -129,8 +129,10 @@ def phases_at(host: Table, start: int, end: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
+    """``own``: ns from its start, or from the end of those issued before it where that is later, to its end."""
+
     issued: int
-    start: int
+    own: int
     end: int
     operation: str
     bytes: int
@@ -173,7 +175,7 @@ def _gap(
         yield glue
         at = issue
         yield Task(
-            (call.end - call.start) / 1e9, phase, LINK, _TRANSFER, call.operation, (glue.number,), call.number,
+            call.own / 1e9, phase, LINK, _TRANSFER, call.operation, (glue.number,), call.number,
             issued=call.operation, key=call.key, bytes=call.bytes,
         )  # fmt: skip
     # Nobody waits for a bucket while gradients are still to come: a gap before the last is the host's own.
@@ -201,15 +203,13 @@ def _calls(table: Table | None, start: int, end: int) -> list[_Call]:
     names = table.text("operation")[rows]
     counts: dict[str, int] = {}
     found: list[_Call] = []
+    busy = start
     for row, name in zip(rows.tolist(), names.tolist(), strict=True):
         counts[name] = counts.get(name, 0) + 1
-        issued = int(table["issued_ns"][row])
-        begin = int(table["start_ns"][row])
-        size = int(table["bytes"][row])
-        found.append(
-            _Call(
-                begin if issued == MISSING else min(issued, begin), begin, int(table["end_ns"][row]),
-                str(name), max(size, 0), fresh(), f"{name} {counts[name]}",
-            )
-        )  # fmt: skip
+        issued, begin, stop = (int(table[column][row]) for column in ("issued_ns", "start_ns", "end_ns"))
+        issued = begin if issued == MISSING else min(issued, begin)
+        own = max(stop - max(begin, busy), 0)  # several threads carry calls, and share one link
+        busy = max(busy, stop)
+        size = max(int(table["bytes"][row]), 0)
+        found.append(_Call(issued, own, stop, str(name), size, fresh(), f"{name} {counts[name]}"))
     return found

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from trine.optim.plan.whatif._host_tasks import steps_of_operators
 from trine.optim.plan.whatif._kernel_tasks import steps_of_kernels
 from trine.optim.plan.whatif._phase_tasks import steps_of_phases
-from trine.optim.plan.whatif.graph import HOST, LINK, PHASES, Graph, RankStep, Step, Task
+from trine.optim.plan.whatif.graph import HOST, LINK, PHASES, Graph, Pipeline, RankStep, Step, Task
 from trine.record.errors import UsageError
 from trine.record.model import MISSING, Job, Rank, Table
 
@@ -56,6 +56,7 @@ class Part:
     host_name: str | None
     world: int | None
     metadata: Mapping[str, Any]
+    work: Mapping[tuple[int, str], tuple[float, ...]]  # (stage, direction) → seconds of each micro-batch
 
 
 def part_of(rank: Rank, most_steps: int = MOST_STEPS, finest: bool = True) -> Part:
@@ -70,8 +71,53 @@ def part_of(rank: Rank, most_steps: int = MOST_STEPS, finest: bool = True) -> Pa
     if not found:
         found = steps_of_phases(rank, WARM_UP)
     return Part(
-        rank.rank, basis, tuple(found), rank.steps, rank.host_name, rank.world_size, dict(rank.metadata)
+        rank.rank,
+        basis,
+        tuple(found),
+        rank.steps,
+        rank.host_name,
+        rank.world_size,
+        dict(rank.metadata),
+        _work(rank),
     )
+
+
+def _work(rank: Rank) -> dict[tuple[int, str], tuple[float, ...]]:
+    table = rank.microbatches
+    if table is None:
+        return {}
+    seconds = (table["end_ns"] - table["start_ns"]) / 1e9
+    found: dict[tuple[int, str], list[float]] = {}
+    rows = zip(table["stage"].tolist(), table.text("direction").tolist(), seconds.tolist(), strict=True)
+    for stage, direction, each in rows:
+        found.setdefault((stage, str(direction)), []).append(each)
+    return {key: tuple(each) for key, each in found.items()}
+
+
+def _pipeline(parts: Sequence[Part]) -> Pipeline | None:
+    """Of the ranks that recorded micro-batches; None where a stage is missing."""
+    times: dict[tuple[int, str], list[float]] = {}
+    for part in parts:
+        for key, each in part.work.items():
+            times.setdefault(key, []).extend(each)
+    stages = sorted({stage for stage, _ in times})
+    if stages != list(range(len(stages))) or len(stages) < 2:
+        return None
+
+    def of(direction: str) -> list[float]:
+        return [median(times.get((stage, direction), [0.0])) for stage in stages]
+
+    whole, by_input, by_weight = of("backward"), of("backward_input"), of("backward_weight")
+    ranks = max((len({stage for stage, _ in part.work}) for part in parts), default=1)
+    known = parts[0].metadata.get("pipeline")
+    count = known.get("microbatches") if isinstance(known, Mapping) else None
+    # Each stage runs a forward of every micro-batch in every step that was recorded.
+    steps = max((0 if part.table is None else len(part.table) for part in parts), default=0) or 1
+    recorded = max(len(each) for (_, direction), each in times.items() if direction == "forward")
+    return Pipeline(
+        len(stages) // max(ranks, 1), int(count or max(round(recorded / steps), 1)), tuple(of("forward")),
+        tuple(a + b for a, b in zip(whole, by_input, strict=True)), tuple(by_weight),
+    )  # fmt: skip
 
 
 def graph_of(job: Job) -> tuple[Graph, Steady]:
@@ -96,7 +142,7 @@ def joined(parts: Sequence[Part], world: int | None, name: str) -> tuple[Graph, 
         [part.table for part in parts], {step.index for step in steps} if basis != "phases" else ()
     )
     facts = {**parts[0].metadata, "hosts": len({part.host_name for part in parts if part.host_name}) or 1}
-    graph = Graph(tuple(steps), basis, world, facts, recorded=tuple(steps))
+    graph = Graph(tuple(steps), basis, world, facts, recorded=tuple(steps), pipeline=_pipeline(parts))
     if basis == "phases":
         graph = graph.with_note("no deep window: phases and collectives only, nothing of single operators")
     if len(parts) < world:

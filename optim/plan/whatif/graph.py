@@ -18,7 +18,7 @@ from typing import Any
 
 from trine.optim.plan.whatif.operators import Operator
 
-__all__ = ["HOST", "LINK", "PHASES", "Graph", "RankStep", "Step", "Task", "fresh", "mapped"]
+__all__ = ["HOST", "LINK", "PHASES", "Graph", "Pipeline", "RankStep", "Step", "Task", "fresh", "mapped"]
 
 HOST, LINK = "host", "link"
 #: Of host tasks, as records divide a step; what is waited for is no phase of its own here: the replay finds it.
@@ -97,12 +97,25 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Medians of a stage's work on one micro-batch, in the order of the stages; ``weight_s`` is nought where a backward was
+    recorded whole, and ``input_s`` then all of it."""
+
+    ranks: int
+    microbatches: int
+    forward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """Steps of a run, and what is known of it.
 
     ``basis``: ``kernels``, ``operators`` (no device work was recorded: the host computes), or ``phases`` (no deep
     window: a task a phase). ``slowdown``: seconds of computing that a second of transfer beside it costs. ``facts``: the
     record's metadata. ``notes`` say what is assumed. ``recorded`` are the steps as they were recorded, unscaled.
+    ``pipeline`` is there where micro-batches were recorded.
     """
 
     steps: tuple[Step, ...]
@@ -112,6 +125,7 @@ class Graph:
     slowdown: float = 0.0
     notes: tuple[str, ...] = ()
     recorded: tuple[Step, ...] = ()
+    pipeline: Pipeline | None = None
 
     def with_note(self, text: str) -> Graph:
         """The same, with one thing more that is assumed; once."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trine.optim.plan.whatif.build import Steady
-from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task
+from trine.optim.plan.whatif.graph import HOST, LINK, Graph, Pipeline, RankStep, Step, Task
 from trine.optim.plan.whatif.operators import Operator, Product, operator_of
 from trine.optim.plan.whatif.predict import Recorded, replayed
 from trine.optim.plan.whatif.times import OperationTimes
@@ -160,7 +160,9 @@ def test_products_in_bf16_take_their_calibrated_ratio_and_casts_come_between() -
 
 
 def test_a_dtype_that_was_not_calibrated_is_named() -> None:
-    with pytest.raises(UsageError, match=r"products in fp16 are not calibrated .* trine hardware --calibrate"):
+    with pytest.raises(
+        UsageError, match=r"products in fp16 are not calibrated .* trine hardware --calibrate"
+    ):
         run().what_if({"precision.dtype": "fp16"})
 
 
@@ -309,6 +311,17 @@ def test_intervals_come_from_the_steps_that_were_measured() -> None:
     found = wide.what_if(change)
     assert found.predicted.low < found.predicted.mid < found.predicted.high
     assert found.step.mid == pytest.approx(median(wide.steady.seconds.tolist()))
+
+
+def test_another_schedule_changes_the_step_by_the_difference_of_the_simulated_spans() -> None:
+    recorded = run()
+    pipeline = Pipeline(4, 8, (1e-3,) * 4, (2e-3,) * 4, (0.0,) * 4)
+    piped = replace(recorded, graph=replace(recorded.graph, pipeline=pipeline))
+    # GPipe and 1F1B have one bubble, (p − 1)(F + B); ZB-H1's is (p − 1)(F + B − 2W) for B = 2, W = 1 of it.
+    assert piped.what_if({"parallel.schedule": "gpipe"}).gain.mid == pytest.approx(0.0, abs=1e-9)
+    assert piped.what_if({"parallel.schedule": "zb-h1"}).gain.mid == pytest.approx(3 * 2e-3, rel=0.05)
+    with pytest.raises(UsageError, match="holds no micro-batches of every stage"):
+        recorded.what_if({"parallel.schedule": "gpipe"})
 
 
 def test_every_key_of_a_transformation_has_one_home() -> None:

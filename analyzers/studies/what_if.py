@@ -1,0 +1,167 @@
+"""What changes would make of the recorded step: its dependency graph, replayed, changed, and replayed again.
+
+The graph and its transformations are the planner's (:mod:`trine.optim.plan.whatif`); here they are read with everything
+else, and asked what the findings recommend. How far the replay itself is off comes first. ``docs/whatif.md`` has the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from trine.analyzers._tabular import Columns, Tabular
+from trine.optim.plan.whatif import Recorded, WhatIf, replayed
+from trine.optim.plan.whatif.build import MOST_RANKS, Part, joined, part_of
+from trine.record.errors import UsageError
+from trine.record.model import Rank
+
+from ._scope import Scope, Whole
+
+__all__ = ["KEY", "Answer", "ReplayedStep", "WhatIfs", "join", "reduce", "to_json"]
+
+KEY = "what_if"
+
+#: Steps of each rank that are replayed.
+MOST_STEPS = 3
+#: Rows of a trace's tables beyond which it is left to ``trine.what_if``: an analysis must stay quick.
+MOST_ROWS = 60_000
+#: Of the job's changes, those that are asked in every analysis; findings ask theirs besides.
+ASKED: tuple[Mapping[str, Any], ...] = (
+    {"precision.dtype": "bf16"},
+    {"compute.compile": "blocks"},
+    {"checkpointing.mode": "full"},
+    {"communication.compression": "bf16"},
+    {"zero.stage": 2},
+    {"straggler": False},
+    {"loader_wait": False},
+)
+#: Keys of a recommendation that leave the step's graph as it is, or that its other keys bring about.
+_BESIDE = frozenset(
+    {"communication.gradient_as_view", "data.prefetch", "data.pin_memory", "precision.loss_scale"}
+)
+#: A replay that is further off than this says nothing of changes.
+MOST_ERROR = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep(Tabular):
+    """One recorded step: as it was measured, and as its graph replays it. ``error``: relative."""
+
+    index: int
+    measured_ns: int
+    replayed_ns: int
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Tabular):
+    """A change, and the step with it: 95 % of bootstrap draws lie from low to high. A negative gain is a cost."""
+
+    change: str
+    predicted_low_ns: int
+    predicted_mid_ns: int
+    predicted_high_ns: int
+    gain_low_ns: int
+    gain_mid_ns: int
+    gain_high_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfs(Tabular):
+    """``replay_error`` is the median step's; ``basis`` what tasks are: kernels, operators or phases. ``notes``: assumed.
+
+    ``run`` answers other changes: :meth:`ask`.
+    """
+
+    COLUMNS: ClassVar[Columns] = {"run": None, "notes": None}
+
+    basis: str
+    replay_error: float
+    step_ns: int
+    steps: tuple[ReplayedStep, ...]
+    answers: tuple[Answer, ...]
+    notes: tuple[str, ...]
+    run: Recorded
+
+    def ask(self, change: Mapping[str, Any]) -> WhatIf | None:
+        """The answer to a recommendation's change; None where the graph, its replay or the machine's times cannot say."""
+        asked = {key: value for key, value in change.items() if key not in _BESIDE}
+        if not asked or self.basis == "phases" or abs(self.replay_error) > MOST_ERROR:
+            return None
+        try:
+            return self.run.what_if(asked)
+        except UsageError:
+            return None
+
+
+def reduce(scope: Scope) -> Part | None:
+    """This rank's steps as tasks; None for ranks and tables beyond what an analysis replays."""
+    rank = scope.rank
+    if rank.rank >= MOST_RANKS or sum(_rows(part) for part in (rank, *rank.windows)) > MOST_ROWS:
+        return None
+    part = part_of(rank, MOST_STEPS)
+    return part if part.steps else None
+
+
+def _rows(rank: Rank) -> int:
+    return sum(0 if table is None else len(table) for table in (rank.host, rank.device))
+
+
+def join(parts: Mapping[int, Part], whole: Whole) -> WhatIfs | str:
+    """The graph of all ranks, and what the usual changes make of it."""
+    if not parts:
+        return (
+            "no step of at most 60,000 operators and kernels was recorded to be replayed; record a few steps, or ask "
+            "trine.what_if of this trace"
+        )
+    try:
+        run = replayed(*joined([parts[rank] for rank in sorted(parts)], whole.job.world_size, "this job"))
+    except UsageError as error:
+        return str(error)
+    answers, shown = [], None
+    for change in ASKED:
+        try:
+            shown = run.what_if(change)
+        except UsageError:
+            continue
+        answers.append(_answer(shown))
+    if shown is None:
+        return "no usual change could be made to this record's steps"
+    steps = tuple(
+        ReplayedStep(
+            step.index, _ns(step.measured_s), _ns(step.measured_s * (1 + run.replay_errors[step.index])),
+            run.replay_errors[step.index],
+        )
+        for step in run.graph.recorded
+    )  # fmt: skip
+    return WhatIfs(
+        run.graph.basis, shown.replay_error, _ns(shown.step.mid), steps, tuple(answers), run.graph.notes, run
+    )
+
+
+def _answer(found: WhatIf) -> Answer:
+    words = ", ".join(
+        f"{key} = {str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in found.changes.items()
+    )
+    times = [
+        _ns(getattr(part, name)) for part in (found.predicted, found.gain) for name in ("low", "mid", "high")
+    ]
+    return Answer(words, *times)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def to_json(result: WhatIfs) -> dict[str, Any]:
+    """The result in the contract's terms."""
+    return {
+        "basis": result.basis,
+        "replay_error": result.replay_error,
+        "step_ns": result.step_ns,
+        "steps": [asdict(step) for step in result.steps],
+        "answers": [asdict(answer) for answer in result.answers],
+        "notes": list(result.notes),
+    }

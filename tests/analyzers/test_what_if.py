@@ -1,0 +1,85 @@
+"""The study: what is asked of every job, how findings use it, and what it says where nothing can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trine
+from trine.analyzers.findings import gather
+from trine.analyzers.findings._gain import REPLAYED, predict
+from trine.analyzers.reports.studies.what_if import section
+from trine.analyzers.studies.what_if import WhatIfs
+
+TRACE = "traces/kineto/gloo_ddp4_cpu"
+
+
+@pytest.fixture(scope="module")
+def analysis(data: Path) -> Any:
+    return trine.analyze(trine.load(data / TRACE))
+
+
+def test_a_job_of_gloo_ranks_is_replayed_from_its_operators(analysis: Any) -> None:
+    found = analysis.study("what_if")
+    assert isinstance(found, WhatIfs) and found.basis == "operators"
+    assert [step.index for step in found.steps] and all(abs(step.error) < 0.12 for step in found.steps)
+    assert {"straggler = false", "loader_wait = false"} <= {each.change for each in found.answers}
+    assert all(each.gain_low_ns <= each.gain_mid_ns <= each.gain_high_ns for each in found.answers)
+    assert set(found.to_pandas()) == {"summary", "steps", "answers"}
+
+
+def test_its_section_says_first_how_far_the_replay_is_off(analysis: Any) -> None:
+    drawn = section(analysis.study("what_if"), analysis, 8)
+    if drawn is not None:  # no change of these moves the step by a hundredth
+        assert "off in the median step" in str(drawn.blocks[0])
+        assert drawn.title == "What would a change make of this step?"
+
+
+def test_a_recommended_change_is_replayed_and_amdahl_stays_among_the_inputs(analysis: Any) -> None:
+    facts = gather(analysis)
+    assert facts.step_ns
+    amdahl = predict(facts, 0.5 * facts.step_ns, (0.1, 0.2, 0.3), "part × share", {})
+    replayed = predict(
+        facts, 0.5 * facts.step_ns, (0.1, 0.2, 0.3), "part × share", {}, change={"loader_wait": False}
+    )
+    assert amdahl is not None and amdahl.formula == "part × share"
+    assert replayed is not None and replayed.formula == REPLAYED
+    assert replayed.inputs["amdahl_gain_ns"] == pytest.approx(0.1 * facts.step_ns, rel=1e-6)
+    assert abs(float(replayed.inputs["replay_error"])) < 0.1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallel.context": 2},  # no transformation
+        {"communication.bucket_mib": "auto"},  # decided later
+        {"communication.gradient_as_view": True},  # nothing of the graph
+    ],
+)
+def test_where_the_replay_has_no_answer_amdahl_has(analysis: Any, change: Mapping[str, Any]) -> None:
+    facts = gather(analysis)
+    found = predict(facts, 1e6, (0.1, 0.2, 0.3), "part × share", {}, change=change)
+    assert found is not None and found.formula == "part × share"
+
+
+def test_a_replay_that_is_far_off_is_not_trusted(analysis: Any) -> None:
+    study = analysis.study("what_if")
+    assert study.ask({"straggler": False}) is not None
+    assert replace(study, replay_error=-0.2).ask({"straggler": False}) is None
+
+
+def test_steps_without_operators_say_what_is_missing(data: Path) -> None:
+    found = trine.analyze(trine.load(data / "traces" / "pipeline_schedule" / "pp8"))
+    assert found.study("what_if") is None
+    assert "trine.what_if" in str(found.why_without("what_if"))
+
+
+def test_in_python_it_is_one_call(data: Path) -> None:
+    answer = trine.what_if(data / TRACE, {"link_speed": 4})
+    assert answer.predicted.mid < answer.step.mid and answer.basis == "operators"
+    with pytest.raises(trine.TrineError, match="what_if has no answer for 'link_sped'"):
+        trine.what_if(data / TRACE, {"link_sped": 4})
