@@ -12,8 +12,8 @@ own first action to its own last. Their profile is public (the paper's appendix;
 *profiled*: their F, B, W and message times go into the simulator. What is left is the orders, the automatic scheduler and the
 simulator. *dimensions*: the times themselves come from the planner's operators for the model's dimensions, with five
 constants of that machine and software (matmul, memory, B over the operators' own, message latency and bandwidth) fitted on
-the profiles of the *other three* models, so no row has seen its own. *package*: the same with the package's constants, which know nothing of this
-machine's software.
+the profiles of the *other three* models, so no row has seen its own. *package*: the same with the package's constants, which
+know nothing of this machine's software.
 
 Rows are read from ``$TRINE_TEST_DATA/tables/zero_bubble_rates_table5.csv``, else from ``../shared/data``; the exit code is 1
 where *profiled* or *dimensions* is further off than a point in any row.
@@ -351,8 +351,8 @@ def print_timed(folder: Path) -> None:
     work = Work(forward, backward, (0.0,) * len(forward), message_s=0.0)
     result = simulate(order_of("1f1b", Shape(len(forward), 1, found.microbatches)), work)
     print(
-        f"a timed pipeline of {len(forward)} stages, {found.microbatches} micro-batches: {found.bubble_ratio:.1%} idle, simulated "
-        f"{result.bubble_ratio:.1%}, formula for equal stages {found.ideal_ratio:.1%}; {found.iteration_ns / 1e9:.3f} s an "
+        f"a timed pipeline of {len(forward)} stages, {found.microbatches} micro-batches: {found.bubble_ratio:.1%} idle, "
+        f"simulated {result.bubble_ratio:.1%}, formula for equal stages {found.ideal_ratio:.1%}; {found.iteration_ns / 1e9:.3f} s an "
         f"iteration, simulated {result.span_s():.3f} s"
     )
 

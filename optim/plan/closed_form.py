@@ -271,7 +271,10 @@ def _zero_bubble(see: _View, depth: int) -> Seconds:
 
 
 def _zb_v(see: _View) -> Seconds:
-    """The V, in chunks' times; each term is a path that can be the longest: two ranks' turns, or the warm-up's or drain's chain."""
+    """The V, in chunks' times; each term is a path that can be the longest: two ranks' turns, the warm-up's or drain's chain.
+
+    The paths were read from the simulator's critical paths over many times and shapes.
+    """
     f, i, w = (each / 2 for each in see.middle)
     p, c, n = see.p, see.c, see.p - 1
     if see.bypassed:
