@@ -4,7 +4,7 @@ Keys are those of ``accelerate/commands/config/config_args.py`` and of the argum
 its tables become (github.com/huggingface/accelerate, 1.15). What a configuration says decides which of the four it is:
 
     MEGATRON_LM   a pipeline
-    DEEPSPEED     ``engine = "deepspeed"``, zero.stage 1, or state on a disk: what FSDP has not
+    DEEPSPEED     ``engine = "deepspeed"``, state on a disk, or zero.stage 1 alone: what FSDP has not
     FSDP          zero.stage 2 and 3, and degrees beside data parallelism (``parallelism_config``)
     MULTI_GPU     replicas; NO for one process
 """
@@ -53,10 +53,12 @@ def _kind(exported: Exported) -> str:
     parallel, offload, stage = config.parallel, config.offload, config.zero.stage
     if parallel.pipeline > 1:
         return "MEGATRON_LM"
-    if config.engine == "deepspeed" or stage == 1 or "nvme" in (offload.optimizer, offload.parameters):
+    if config.engine == "deepspeed" or "nvme" in (offload.optimizer, offload.parameters):
         return "DEEPSPEED"
     if stage >= 2 or parallel.tensor > 1 or parallel.context > 1:
         return "FSDP"
+    if stage == 1:
+        return "DEEPSPEED"
     return "NO" if exported.devices == 1 else "MULTI_GPU"
 
 
@@ -84,6 +86,8 @@ def _fsdp(exported: Exported, account: Account) -> Tables:
         account.notes(
             "zero.stage = 0: degrees beside data parallelism go with FSDP alone there: written as stage 2"
         )
+    if zero.stage == 1:
+        account.misses("zero.stage", "it shards gradients beside optimizer state: written as stage 2")
     account.says("zero.stage")
     frees = zero.stage == 3 and zero.reshard_after_forward is not False
     if zero.stage == 3 and not frees:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import export_cases as cases
 import megatron_flags
 import pytest
 from hypothesis import given, settings
+from other_tools import run_with
 
 from trine.optim.config import Config
 from trine.optim.exports import Exported, write
@@ -186,9 +184,7 @@ print("taken")
 
 
 @pytest.mark.slow
-def test_megatron_cores_own_checks_take_layouts() -> None:
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        pytest.skip("flags are checked by Megatron-Core's classes: pip install megatron-core")
+def test_megatron_cores_own_checks_take_layouts(tmp_path: Path) -> None:
     lines: list[str] = []
 
     @settings(max_examples=40, database=None)
@@ -205,13 +201,4 @@ def test_megatron_cores_own_checks_take_layouts() -> None:
 
     collect()
     assert len(lines) > 10
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CORE],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout.endswith("taken\n"), done.stderr[-2000:]
+    assert run_with("megatron", CORE, folder=tmp_path, given="\n".join(lines)).endswith("taken\n")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ import export_cases as cases
 import pytest
 import torchtitan_shape
 from hypothesis import given, settings
+from other_tools import run_with
 
 from trine.optim.config import Config
 from trine.optim.exports import Exported, write
@@ -120,21 +117,29 @@ def test_a_configuration_whose_ranks_nobody_knows() -> None:
     assert parallelism.data_parallel_shard_degree == -1  # the ranks that are left over
 
 
-#: By the parser that torchtitan.train uses: --module and --config name the function.
+#: By the parser that torchtitan.train uses: --module and --config name the function. PyTorch for CPUs comes without Triton,
+#: whose decorators torchtitan's kernels stand under when they are imported; none of them is called here.
 READ = """
 import importlib, json, sys
+from importlib.util import find_spec
+from types import ModuleType
+import torch.distributed.pipelining.schedules as schedules
+if find_spec("triton") is None:
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    triton.jit = lambda kernel=None, **options: kernel if kernel is not None else triton.jit
+    language.constexpr = int
+    triton.language = language
+    sys.modules |= {"triton": triton, "triton.language": language}
 from torchtitan.config.manager import ConfigManager
 sys.path.insert(0, sys.argv[1])
 found = []
 for name in json.loads(sys.argv[2]):
     config = ConfigManager().parse_args(["--module", name, "--config", "exported"])
     parallelism, training = config.parallelism, config.training
+    schedules.get_schedule_class(parallelism.pipeline_parallel_schedule)
     found.append([parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_schedule,
                   parallelism.data_parallel_shard_degree, training.global_batch_size, training.seq_len,
                   type(config.activation_checkpoint).__qualname__, len(config.model_spec.model.layers)])
-from torch.distributed.pipelining.schedules import get_schedule_class
-for row in found:
-    get_schedule_class(row[1])
 for module, function in json.loads(sys.argv[3]):
     getattr(importlib.import_module(f"torchtitan.models.{module}.config_registry"), function)
 print(json.dumps(found))
@@ -143,14 +148,6 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_torchtitans_own_parser_reads_exports(tmp_path: Path) -> None:
-    for name in (
-        "torchtitan",
-        "triton",
-    ):  # its kernels are imported with it, and PyTorch for CPUs comes without Triton
-        if find_spec(name) is None:
-            pytest.skip(
-                f"exports are read by torchtitan, and {name} is not installed: pip install torchtitan triton"
-            )
     mixture = cases.MIXTURE.with_changes(name="deepseek-v3")
     rows = {
         "titan_dense": exported_of_layout(ROW, cases.DENSE),
@@ -161,29 +158,9 @@ def test_torchtitans_own_parser_reads_exports(tmp_path: Path) -> None:
     }
     for name, exported in rows.items():
         (tmp_path / f"{name}.py").write_text(write("torchtitan", exported).text)
-    models = [
-        model for model in _MODELS.values() if model[0] in ("llama3", "qwen3", "deepseek_v3", "gpt_oss")
-    ]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            READ,
-            str(tmp_path),
-            json.dumps(list(rows)),
-            json.dumps(models),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    dense, plain, experts = json.loads(done.stdout.splitlines()[-1])
+    given = (str(tmp_path), json.dumps(list(rows)), json.dumps(sorted(set(_MODELS.values()))))
+    said = run_with("torchtitan", READ, *given, folder=tmp_path)
+    dense, plain, experts = json.loads(said.splitlines()[-1])
     assert dense == [2, "ZBVZeroBubble", 4, 128, 8192, "FullAC.Config", 32]
     assert plain[2:6] == [64, 64, 8192, "SelectiveAC.Config"]
     assert experts[2] == 64 and experts[6] == 61
