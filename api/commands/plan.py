@@ -62,6 +62,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--largest", action="store_true", help="also the largest micro-batch and context of any layout"
     )
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="write the best layout's simulated step as a record"
+    )
     parser.add_argument("--format", choices=("text", "json", "md", "html"), help=FORMAT_HELP)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report to FILE")
 
@@ -72,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     form = form_of(arguments.format, arguments.output)
     refuse_overwriting(arguments.output, (arguments.model, arguments.cluster))
+    _refuse_folder(arguments.record)
     found = plan(
         arguments.model,
         arguments.cluster,
@@ -86,8 +90,28 @@ def run(arguments: argparse.Namespace) -> int:
         price=arguments.price,
         largest=arguments.largest,
     )
+    if arguments.record is not None:
+        _record(found, arguments.record)
     write_output(_render(found, form, arguments.output), arguments.output)
     return 0
+
+
+def _refuse_folder(folder: Path | None) -> None:
+    """Before anything is searched. Raises ``UsageError`` where a record would join what lies there."""
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is there already; name a folder that is new or empty")
+
+
+def _record(found: Plan, folder: Path) -> None:
+    """What the timeline and every analysis take as they take a real run."""
+    from trine.optim.plan.drawn import simulated_step
+    from trine.optim.plan.layouts import Layouts
+    from trine.optim.plan.simulated_record import write_record
+
+    problem = found.problem
+    best = Layouts.of(**found.best.layout)
+    write_record(simulated_step(problem.workload, problem.cluster, problem.stack, best, 0), folder)
+    print(f"Wrote {folder}", file=sys.stderr)
 
 
 def _render(found: Plan, form: str, output: Path | None) -> str:

@@ -52,6 +52,27 @@ def test_json_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert content["stack"]["name"] == "megatron-core"
 
 
+def test_the_best_step_is_written_as_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "planned"
+    words = [
+        *ASK[:-4],
+        "--pin",
+        "pipeline=2",
+        "--pin",
+        "microbatches=8",
+        "--top",
+        "1",
+        "--record",
+        str(folder),
+    ]
+    assert main(words) == 0
+    assert f"Wrote {folder}" in capsys.readouterr().err
+    assert main(["analyze", str(folder)]) == 0
+    assert "2 ranks" in capsys.readouterr().out
+    assert main(words) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", ["md", "html"])
 def test_other_forms(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASK, "--format", form]) == 0
