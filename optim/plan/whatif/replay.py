@@ -3,7 +3,8 @@
 Every lane runs its tasks in their order; a task starts when the one before it on its lane has ended and all that it waits
 for has. A transfer begins once every rank's has come to the head of its lane, and ends on all at once. While a rank's
 transfer is under way its host computes at the rate 1 − slowdown: threads that move bytes take cores from it. That is
-simulated as a fluid: between two events every task that runs has a constant rate.
+simulated as a fluid: between two events every task that runs has a constant rate. Without a slow-down it is a longest path,
+and each task is looked at once.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class _Lane:
 
 def replay(step: Step, slowdown: float = 0.0) -> Replayed:
     """Raises ``ValueError`` where tasks wait for each other in a circle."""
+    return _fluid(step, slowdown) if slowdown > 0 else _longest_path(step)
+
+
+def _fluid(step: Step, slowdown: float) -> Replayed:
+    """Event by event; every event looks at all lanes, of which there are few where hosts compute."""
     ranks = [_lanes_of(each) for each in step.ranks]
     waits_for = _partners(step)
     done: list[set[int]] = [set() for _ in ranks]
@@ -72,17 +78,10 @@ def replay(step: Step, slowdown: float = 0.0) -> Replayed:
             if lane.left <= _NOTHING:
                 done[place].add(lane.pop().number)
                 ends[place] = now
-    stuck = [
-        (step.ranks[place].rank, lane.tasks[0])
-        for place, lanes in enumerate(ranks)
-        for lane in lanes.values()
-        if lane.tasks
+    left = [
+        (place, lane.tasks[0]) for place, lanes in enumerate(ranks) for lane in lanes.values() if lane.tasks
     ]
-    if stuck:
-        rank, task = stuck[0]
-        raise ValueError(
-            f"step {step.index}: {len(stuck)} lanes wait for each other, rank {rank} before {task.key or task.name or task.kind}"
-        )
+    _require_nothing(step, left)
     waited = tuple(end - worked for end, worked in zip(ends, busy, strict=True))
     return Replayed(max(ends, default=0.0), tuple(ends), waited)
 
@@ -167,3 +166,82 @@ def _rate(name: str, lanes: dict[str, _Lane], slowdown: float) -> float:
         return 1.0
     link = lanes.get(LINK)
     return max(1.0 - slowdown, 1e-3) if link is not None and link.running else 1.0
+
+
+# --- without a slow-down: a longest path -----------------------------------------------------------------
+
+
+class _Pass:
+    """One rank, task after task: when each ends is known as soon as what it waits for is known."""
+
+    __slots__ = ("ends", "free", "links", "place", "tasks", "waited")
+
+    def __init__(self, tasks: list[Task]) -> None:
+        self.tasks, self.place = tasks, 0
+        self.free: dict[str, float] = {}  # lane → when its last task ends
+        self.ends: dict[int, float] = {}
+        self.links: deque[tuple[Task, float]] = deque()  # transfers that were issued, and when
+        self.waited = 0.0
+
+    def advance(self) -> bool:
+        """Go on until something waits for a transfer whose end is not known yet; whether anything was done."""
+        begun, ends, free = self.place, self.ends, self.free
+        while self.place < len(self.tasks):
+            task = self.tasks[self.place]
+            ready = 0.0
+            for number in task.after:
+                if number not in ends:
+                    return self.place > begun
+                ready = max(ready, ends[number])
+            self.place += 1
+            if task.lane == LINK:
+                self.links.append((task, ready))
+                continue
+            before = free.get(task.lane, 0.0)
+            if task.lane == HOST and ready > before:
+                self.waited += ready - before
+            free[task.lane] = ends[task.number] = max(ready, before) + task.seconds
+        return self.place > begun
+
+    def meet(self, start: float, seconds: float) -> None:
+        """Its first transfer begins at ``start`` and takes ``seconds``."""
+        task, _ = self.links.popleft()
+        self.free[LINK] = self.ends[task.number] = start + seconds
+
+
+def _longest_path(step: Step) -> Replayed:
+    """Each rank is passed through once, its transfers in the order of their issue."""
+    passes = [_Pass(_merged(each.tasks)) for each in step.ranks]
+    partners = _partners(step)
+    moved = True
+    while moved:
+        moved = False
+        entered: dict[str, list[_Pass]] = {}
+        for each in passes:
+            moved |= each.advance()
+            if each.links:
+                entered.setdefault(each.links[0][0].key, []).append(each)
+        for key, entering in entered.items():
+            if len(entering) == partners[key]:
+                start = max(max(each.links[0][1], each.free.get(LINK, 0.0)) for each in entering)
+                seconds = max(each.links[0][0].seconds for each in entering)
+                for each in entering:
+                    each.meet(start, seconds)
+                moved = True
+    left = [
+        (place, each.tasks[each.place]) for place, each in enumerate(passes) if each.place < len(each.tasks)
+    ]
+    _require_nothing(
+        step, left + [(place, each.links[0][0]) for place, each in enumerate(passes) if each.links]
+    )
+    ends = tuple(max(each.free.values(), default=0.0) for each in passes)
+    return Replayed(max(ends, default=0.0), ends, tuple(each.waited for each in passes))
+
+
+def _require_nothing(step: Step, left: list[tuple[int, Task]]) -> None:
+    if left:
+        place, task = left[0]
+        raise ValueError(
+            f"step {step.index}: {len(left)} lanes wait for each other, rank {step.ranks[place].rank} before "
+            f"{task.key or task.name or task.kind}"
+        )

@@ -87,6 +87,22 @@ def test_a_step_is_no_shorter_than_any_lane_and_no_longer_than_all(
     assert found.seconds <= one[0] + max(one[1], other[1]) + one[2] + 1e-6
 
 
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 3), st.floats(0, 3), st.floats(0.01, 3), st.floats(0, 3)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_the_longest_path_is_the_fluid_that_nothing_slows(
+    ranks: list[tuple[float, float, float, float]],
+) -> None:
+    step = step_of(*(exchanging(*each) for each in ranks))
+    path, fluid = replay(step), replay(step, 1e-12)
+    assert path.seconds == pytest.approx(fluid.seconds, abs=1e-6)
+    assert path.rank_s == pytest.approx(fluid.rank_s, abs=1e-6)
+
+
 @given(st.floats(0.1, 3), st.floats(0.1, 3), st.floats(0.1, 3))
 def test_shorter_work_never_makes_a_longer_step(before: float, beside: float, transfer: float) -> None:
     whole = replay(step_of(exchanging(before, beside, transfer))).seconds
