@@ -22,6 +22,7 @@ __all__ = ["Action", "Ideal", "ideal_bubble", "recognise"]
 Action = tuple[int, int, int]
 
 _FORWARD = 0
+_WHOLE = 1
 _SPLIT = (2, 3)
 
 
@@ -62,6 +63,8 @@ def recognise(
         ):
             return "ZB-H2"
         return None
+    if split and not looped and any(direction == _WHOLE for order in orders for direction, _, _ in order):
+        return "DualPipeV"  # splits backwards at its ends alone
     if split:
         return "InterleavedZeroBubble" if looped else "ZBVZeroBubble"
     if not looped:

@@ -28,8 +28,9 @@ NAMES = {
     "looped-bfs": "LoopedBFS",
     "interleaved-zb": "InterleavedZeroBubble",
     "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
 }
-CHUNKS = {"interleaved": 2, "interleaved-zb": 2, "looped-bfs": 2, "zb-v": 2}
+CHUNKS = {"interleaved": 2, "interleaved-zb": 2, "looped-bfs": 2, "zb-v": 2, "dualpipe-v": 2}
 
 
 class TestEvents:
