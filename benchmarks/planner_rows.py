@@ -8,36 +8,27 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from planner_cells import Missing, Row
+from planner_plausible import without_impossible_recomputation
+from planner_workloads import workload_of_row
 
 from trine.optim.plan import Cluster, Device, Layouts, Workload
-from trine.optim.plan.columns import Conditions, Sizes, joined
 from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.devices import device_named, facts_of
 from trine.optim.plan.links import link_of
-from trine.optim.plan.reconcile import reconciled
-from trine.optim.plan.step import parts_of
 from trine.record.errors import TrineError, UnreadableInput
 
 __all__ = ["Run", "Skipped", "read_runs"]
 
-#: Routers' imbalance costs 8 to 20 % of a step (Megatron-Core's own notes on its best practice).
-_IMBALANCE = 1.15
-#: Of the time that a run would take at all its peaks: nearer to it is none. (The fastest of other tables take 1.17 times it.)
-_TOO_NEAR = 1.05
-#: How far a parameter count may be rounded.
-_ROUNDED = 0.03
 #: The day from which on a log's runs that could be in fp16 or bf16 were in bf16, as it says.
 _BF16_FROM = "02-28"
 #: Watts of a device of a family as it is usually sold.
 _POWER = {"hopper": 700, "ampere": 400}
-_NUMBER = re.compile(r"[~≈<>]?\s*([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
 #: Rounds of MLPerf Training → the month of NVIDIA's containers that its NeMo submissions ran (their system names say so).
 _CONTAINERS = {
     "v3.0": "23.04",
@@ -105,45 +96,6 @@ class Skipped:
     countable: bool = False
 
 
-class _Missing(Exception):
-    """A row lacks what no assumption can replace."""
-
-
-@dataclass
-class _Row:
-    """Cells of a row, and what had to be assumed."""
-
-    cells: Mapping[str, str]
-    assumed: list[str] = field(default_factory=list)
-
-    def text(self, name: str) -> str:
-        return (self.cells.get(name) or "").strip()
-
-    def number(self, name: str) -> float | None:
-        """The first number in a cell; the middle of a range; None where there is none."""
-        text = self.text(name)
-        found = [float(value.replace(",", "")) for value in _NUMBER.findall(text)]
-        if not found:
-            return None
-        if len(found) >= 2 and re.search(r"\d\s*(?:-|–|\.\.|to)\s*\d", text):
-            self.assumed.append(f"{name} {text} as its middle")
-            return (found[0] + found[1]) / 2
-        return found[0]
-
-    def count(self, name: str) -> int | None:
-        found = self.number(name)
-        return None if found is None or found < 1 else round(found)
-
-    def needed(self, name: str) -> int:
-        found = self.count(name)
-        if found is None:
-            raise _Missing(f"no {name}")
-        return found
-
-    def assume(self, text: str) -> None:
-        self.assumed.append(text)
-
-
 def read_runs(path: Path) -> tuple[list[Run], list[Skipped]]:
     """All rows of a CSV file in the schema of published runs. Raises ``UnreadableInput`` where it is no such file."""
     try:
@@ -161,45 +113,14 @@ def read_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Run], list[Skippe
     runs: list[Run] = []
     skipped: list[Skipped] = []
     for position, cells in enumerate(rows):
-        row = _Row({str(key): str(value) for key, value in cells.items() if value is not None and key})
+        row = Row({str(key): str(value) for key, value in cells.items() if value is not None and key})
         table = row.text("table") or "runs"
         name = row.text("row_id") or f"{table}-{position + 1}"
         try:
             runs.append(_run(row, table, name))
-        except (_Missing, TrineError, ValueError, ArithmeticError) as error:
+        except (Missing, TrineError, ValueError, ArithmeticError) as error:
             skipped.append(Skipped(table, name, _reason(error), _countable(row)))
     return without_impossible_recomputation(runs), skipped
-
-
-def without_impossible_recomputation(runs: Sequence[Run]) -> list[Run]:
-    """Runs that state recomputation, read as without it where their table as a whole is faster than that allows.
-
-    No run comes near to its matmuls at the best rate ever seen, its element-wise traffic at the memory's full bandwidth and nothing
-    else. Where several runs of one table and stack do, with what they state to recompute, none of that table's recomputed.
-    """
-    stated = [run for run in runs if run.seconds and run.layout["recompute"] == "full"]
-    if not stated:
-        return list(runs)
-    conditions = joined([Conditions.of(run.cluster, run.stack) for run in stated], [1] * len(stated))
-    one = np.ones(len(stated))
-    best = replace(
-        conditions, matmul=one, attention=one, memory=one, compute=one, depth=0 * one, launch_s=0 * one
-    )
-    layouts = Layouts(
-        {name: np.concatenate([run.layouts[name] for run in stated]) for name in stated[0].layouts.columns}
-    )
-    parts = parts_of(joined([Sizes.of(run.workload) for run in stated], [1] * len(stated)), best, layouts)
-    least = parts["compute"] + parts["recomputation"]
-    too_fast: Counter[tuple[str, str]] = Counter()
-    for run, bound in zip(stated, least, strict=True):
-        too_fast[run.table, run.stack.name] += (run.seconds or 0.0) < _TOO_NEAR * bound
-    found = []
-    for run in runs:
-        if too_fast[run.table, run.stack.name] >= 3 and run.layout["recompute"] == "full":
-            note = "no recomputation, since its table is faster than the stated one allows"
-            run = replace(run, layout={**run.layout, "recompute": "none"}, assumed=(*run.assumed, note))
-        found.append(run)
-    return found
 
 
 def _reason(error: Exception) -> str:
@@ -207,15 +128,15 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0][:100] if str(error) else type(error).__name__
 
 
-def _countable(row: _Row) -> bool:
+def _countable(row: Row) -> bool:
     """Whether coverage counts the row: truth, layers and a layout are published."""
     truth = row.number("step_time_s") or row.number("tokens_per_s_gpu")
     layout = row.count("tp") is not None and row.count("pp") is not None
     return bool(truth and row.count("layers") and layout)
 
 
-def _run(row: _Row, table: str, name: str) -> Run:
-    workload = _workload(row)
+def _run(row: Row, table: str, name: str) -> Run:
+    workload = workload_of_row(row)
     devices = row.needed("n_gpus")
     cluster = _cluster(row, devices)
     stack = _stack(row)
@@ -227,7 +148,7 @@ def _run(row: _Row, table: str, name: str) -> Run:
         seconds = batch * workload.sequence / (rate * devices)
     memory = row.number("mem_gib")
     if not seconds and memory is None and not oom:
-        raise _Missing("no truth: neither step time, tokens a second, memory nor an out-of-memory")
+        raise Missing("no truth: neither step time, tokens a second, memory nor an out-of-memory")
     text = f"{row.text('notes')} {row.text('source_ref')}".lower()
     return Run(
         table=table,
@@ -246,90 +167,10 @@ def _run(row: _Row, table: str, name: str) -> Run:
     )
 
 
-# --- workload -----------------------------------------------------------------------------------------------------------
-
-
-def _workload(row: _Row) -> Workload:
-    hidden, sequence = row.needed("hidden"), row.needed("seq_len")
-    heads = row.count("heads")
-    if heads is None:
-        heads = max(1, hidden // 128)
-        row.assume(f"{heads} heads of 128")
-    kv_heads = row.count("kv_heads") or heads
-    vocab = row.count("vocab")
-    if vocab is None:
-        vocab = 51200
-        row.assume("vocabulary of 51,200")
-    mlp = row.text("mlp").lower()
-    gated = any(word in mlp for word in ("swiglu", "geglu", "silu", "gated"))
-    ffn = row.count("ffn")
-    if ffn is None:
-        ffn = round(8 * hidden / 3) if gated else 4 * hidden
-        row.assume(f"feed-forward of {ffn}")
-    experts = row.count("experts") or 0
-    modern = gated
-    layers = row.count("layers")
-    if layers is None:
-        layers = _layers_from_parameters(row, hidden, ffn, vocab, gated)
-    head_size = 128 if "qwen3" in row.text("model").lower() else 0
-    workload = Workload(
-        name=row.text("model") or "model",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
-        head_size=head_size,
-        ffn=ffn,
-        vocab=vocab,
-        sequence=sequence,
-        gated=gated,
-        bias=not modern,
-        tied_embeddings=not modern,
-        learned_positions=not modern,
-        dropout=not modern and "mpt" not in row.text("model").lower(),
-        experts=experts if experts > 1 else 0,
-        experts_per_token=(row.count("topk") or 1) if experts > 1 else 0,
-        expert_ffn=ffn if experts > 1 else 0,
-        load_imbalance=_imbalance(row) if experts > 1 else 1.0,
-    )
-    stated = row.number("params_b")
-    if stated:
-        workload, why = reconciled(workload, stated * 1e9)
-        if why:
-            row.assume(why)
-    return workload
-
-
-def _imbalance(row: _Row) -> float:
-    """The busiest expert rank's load over the mean's: even where a run forces it, else what routers are seen to leave."""
-    text = row.text("notes").lower()
-    if "forced balance" in text or "drop" in row.text("model").lower():
-        return 1.0
-    row.assume(f"expert load {_IMBALANCE} times the mean's")
-    return _IMBALANCE
-
-
-def _layers_from_parameters(row: _Row, hidden: int, ffn: int, vocab: int, gated: bool) -> int:
-    """From the published parameter count, where the model is dense."""
-    billions = row.number("params_b")
-    if billions is None or row.count("experts"):
-        raise _Missing("no layers")
-    layer = 4 * hidden**2 + (3 if gated else 2) * hidden * ffn
-    exact = (billions * 1e9 - vocab * hidden) / layer
-    if exact < 0.5:
-        raise _Missing("no layers")
-    # Stages are even where the count, which is rounded, allows it.
-    stages = row.count("pp") or 1
-    even = max(1, round(exact / stages)) * stages
-    found = even if abs(even / exact - 1) < _ROUNDED else round(exact)
-    row.assume(f"{found} layers, from {billions:g} billion parameters")
-    return found
-
-
 # --- cluster and software -----------------------------------------------------------------------------------------------
 
 
-def _cluster(row: _Row, devices: int) -> Cluster:
+def _cluster(row: Row, devices: int) -> Cluster:
     device = _device(row)
     facts = facts_of(device)
     node = row.count("gpus_per_node") or (facts.node if facts else 8)
@@ -347,7 +188,7 @@ def _cluster(row: _Row, devices: int) -> Cluster:
     )
 
 
-def _device(row: _Row) -> Device:
+def _device(row: Row) -> Device:
     """The device; one whose stated power is below its family's runs at lower clocks."""
     device = device_named(row.text("gpu"))
     stated = re.search(r"\b(\d{3,4}) ?W\b", row.text("gpu"))
@@ -361,7 +202,7 @@ def _device(row: _Row) -> Device:
     return device.with_changes(flops_per_s=peaks, matmul_flops_per_s=rate)
 
 
-def _stack(row: _Row) -> Stack:
+def _stack(row: Row) -> Stack:
     text = row.text("framework")
     if round_ := re.search(r"mlperf[^v]*(v\d\.\d)", row.text("source"), re.IGNORECASE):
         text = f"{text} {_CONTAINERS.get(round_[1], '')}"
@@ -400,15 +241,15 @@ def _stack(row: _Row) -> Stack:
 # --- layout -------------------------------------------------------------------------------------------------------------
 
 
-def _layout(row: _Row, workload: Workload, stack: Stack, devices: int) -> tuple[dict[str, Any], int]:
+def _layout(row: Row, workload: Workload, stack: Stack, devices: int) -> tuple[dict[str, Any], int]:
     tensor, pipeline = row.count("tp"), row.count("pp")
     if tensor is None and pipeline is None and row.count("dp") is None and row.number("mbs") is None:
-        raise _Missing("no layout")
+        raise Missing("no layout")
     tensor, pipeline = tensor or 1, pipeline or 1
     context, expert = row.count("cp") or 1, row.count("ep") or 1
     data = max(1, devices // (tensor * pipeline * context))
     if data * tensor * pipeline * context != devices:
-        raise _Missing("tensor, pipeline and context ranks do not divide the devices")
+        raise Missing("tensor, pipeline and context ranks do not divide the devices")
     stated = row.count("dp")
     if stated is not None and stated != data:
         row.assume(f"{data} data ranks, since {devices} devices are not {stated} of them")
@@ -436,7 +277,7 @@ def _layout(row: _Row, workload: Workload, stack: Stack, devices: int) -> tuple[
     return layout, batch
 
 
-def _schedule(row: _Row, workload: Workload, pipeline: int) -> tuple[str, int]:
+def _schedule(row: Row, workload: Workload, pipeline: int) -> tuple[str, int]:
     text = row.text("pp_schedule").lower()
     chunks = row.count("vpp") or 1
     if pipeline == 1:
@@ -459,15 +300,16 @@ def _schedule(row: _Row, workload: Workload, pipeline: int) -> tuple[str, int]:
     return ("interleaved", chunks) if chunks > 1 else ("1f1b", 1)
 
 
-def _batch(row: _Row, workload: Workload, data: int, pipeline: int) -> tuple[int, int]:
+def _batch(row: Row, workload: Workload, data: int, pipeline: int) -> tuple[int, int]:
     """Micro-batch, and micro-batches of a step and rank."""
     batch, micro_batch, steps = row.count("gbs"), row.count("mbs"), row.count("ga")
     if batch is None:
         if micro_batch is None:
-            raise _Missing("neither global batch nor micro-batch")
+            raise Missing("neither global batch nor micro-batch")
         if steps is None:
-            row.assume("one micro-batch a step")
-        return micro_batch, steps or 1
+            steps = 1 if pipeline == 1 else 4 * pipeline
+            row.assume(f"{steps} micro-batches a step")
+        return micro_batch, steps
     own = max(1, round(batch / data))
     if micro_batch is None and steps is not None:
         micro_batch = max(1, own // steps)
@@ -480,7 +322,7 @@ def _batch(row: _Row, workload: Workload, data: int, pipeline: int) -> tuple[int
     return micro_batch, max(1, round(own / micro_batch))
 
 
-def _recompute(row: _Row, workload: Workload, stack: Stack, pipeline: int) -> dict[str, Any]:
+def _recompute(row: Row, workload: Workload, stack: Stack, pipeline: int) -> dict[str, Any]:
     text = row.text("recompute").lower()
     if not text:
         row.assume(f"recomputation {stack.recompute}")
@@ -498,10 +340,10 @@ def _recompute(row: _Row, workload: Workload, stack: Stack, pipeline: int) -> di
     return {"recompute": stack.recompute}
 
 
-def _precision(row: _Row, stack: Stack) -> str:
+def _precision(row: Row, stack: Stack) -> str:
     text = row.text("precision").lower()
     if "fp4" in text:
-        raise _Missing("no precision fp4 is planned")
+        raise Missing("no precision fp4 is planned")
     if "fp8" in text or "mxfp8" in text or "e4m3" in text:
         return "fp8"
     if text == "bf16/fp16" and (day := re.search(r"\b\d\d-\d\d\b", row.text("source_ref"))):

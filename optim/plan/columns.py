@@ -235,16 +235,18 @@ _Rows = TypeVar("_Rows", Sizes, Conditions)
 
 def joined(parts: Sequence[_Rows], rows: Sequence[int]) -> _Rows:
     """Parts of length one, each repeated for so many rows, under one another."""
-    columns: dict[str, Any] = {}
     kind = type(parts[0])
-    for field in fields(kind):
-        if field.name == "networks":
-            columns[field.name] = tuple(dict.fromkeys(part.networks[0] for part in parts))  # type: ignore[union-attr]
-            continue
-        column = np.concatenate([getattr(part, field.name) for part in parts])
-        columns[field.name] = np.repeat(column, list(rows), axis=0)
-    if "networks" in columns:
-        place = {network: position for position, network in enumerate(columns["networks"])}
-        own = [float(place[part.networks[0]]) for part in parts]  # type: ignore[union-attr]
-        columns["network"] = np.repeat(np.asarray(own), list(rows))
+    columns: dict[str, Any] = {
+        field.name: np.repeat(
+            np.concatenate([getattr(part, field.name) for part in parts]), list(rows), axis=0
+        )
+        for field in fields(kind)
+        if field.name != "networks"
+    }
+    given: Sequence[Any] = parts
+    networks = [part.networks[0] for part in given if isinstance(part, Conditions)]
+    if networks:
+        columns["networks"] = tuple(dict.fromkeys(networks))
+        place = {network: float(position) for position, network in enumerate(columns["networks"])}
+        columns["network"] = np.repeat(np.asarray([place[network] for network in networks]), list(rows))
     return kind(**columns)

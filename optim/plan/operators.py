@@ -71,7 +71,7 @@ def matmul_s(rows: Column, columns: Column, depth: Column, count: Column, on: Ra
         tile_s = 2.0 * tall * wide * (depth / split + on.depth) / (on.rate * share / on.units)
         best = np.minimum(best, waves * tile_s)
     traffic = on.element_bytes * (rows * depth + depth * columns + rows * columns) * count
-    return np.maximum(best, traffic / on.memory_per_s)
+    return np.asarray(np.maximum(best, traffic / on.memory_per_s))
 
 
 @dataclass(frozen=True, slots=True)

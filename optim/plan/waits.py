@@ -16,10 +16,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trine.optim.plan.collectives import all_reduce_s, all_to_all_s, point_to_point_s, reduce_scatter_s
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.layouts import COMPRESSIONS, Layouts
+
+Flags = npt.NDArray[np.bool_]
 
 __all__ = ["Wait", "Waits", "rank_parameters", "waits_of"]
 
@@ -41,7 +44,7 @@ class Wait:
     """Seconds of a collective alone, and whether it leaves the node."""
 
     alone_s: Column
-    away: Column
+    away: Flags
 
     def reached_s(self, conditions: Conditions) -> Column:
         """As training reaches it."""
@@ -113,13 +116,13 @@ class _Wire:
         """Of so many bytes a rank."""
         return self._group(all_to_all_s, size, ranks, per_node)
 
-    def message(self, size: Column, inside: Column) -> Wait:
+    def message(self, size: Column, inside: Flags) -> Wait:
         """Point to point."""
-        near = np.broadcast_to(np.asarray(inside) & (self.conditions.node > 1), self.rows)
-        return Wait(self._each(point_to_point_s, size, near), ~near)
+        near = np.broadcast_to(inside & (self.conditions.node > 1), self.rows)
+        return Wait(self._each(point_to_point_s, size, near.astype(np.float64)), ~near)
 
 
-def _where(chosen: Column, wait: Wait, other: Wait | None = None) -> Wait:
+def _where(chosen: Flags, wait: Wait, other: Wait | None = None) -> Wait:
     """Elsewhere another, or nothing."""
     if other is None:
         return Wait(np.where(chosen, wait.alone_s, 0.0), wait.away)
@@ -144,7 +147,8 @@ def waits_of(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Waits:
         tensor=_where(layouts["sequence"] > 0, split, wire.all_reduce(output, tensor, conditions.node)),
         context=Wait(np.where(context > 1, (context - 1) * block.alone_s, 0.0), block.away),
         expert=_where(
-            sizes.mixture_layers > 0, wire.all_to_all(routed, layouts["expert"] * 1.0, conditions.node)
+            sizes.mixture_layers > 0,
+            wire.all_to_all(routed, layouts["expert"].astype(np.float64), conditions.node),
         ),
         # Pipeline ranks are outermost in Megatron's order: neighbours share a node only where the whole job does.
         message=_where(
@@ -187,13 +191,13 @@ def _expert_group(ranks: Column, layouts: Layouts) -> Column:
 
 def _of_layers(
     sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: _Wire, element: Column
-) -> dict[str, Wait]:
+) -> dict[str, Any]:
     """Of an average layer under ZeRO 3."""
     mixed = sizes.mixture_layers / sizes.layers
     shared = (1 - mixed) * sizes.dense_layer_parameters + mixed * sizes.mixture_rest_parameters
     shared = shared / layouts["tensor"]
     experts = mixed * sizes.experts * sizes.expert_parameters
-    experts = experts / np.minimum(layouts["expert"] * 1.0, sizes.experts)
+    experts = experts / np.minimum(layouts["expert"].astype(np.float64), sizes.experts)
     ranks = layouts.shard_ranks.astype(np.float64)
     near = _near(conditions, layouts)
     wide = _wire_bytes(conditions, layouts)
@@ -216,7 +220,7 @@ def rank_parameters(sizes: Sizes, layouts: Layouts) -> tuple[Column, Column]:
     shared = (stage - mixture) * sizes.dense_layer_parameters + mixture * sizes.mixture_rest_parameters
     shared = (shared + sizes.embedding_parameters) / layouts["tensor"]
     experts = mixture * sizes.experts * sizes.expert_parameters
-    return shared, experts / np.minimum(layouts["expert"] * 1.0, sizes.experts)
+    return shared, experts / np.minimum(layouts["expert"].astype(np.float64), sizes.experts)
 
 
 def _times(wait: Wait, count: Column) -> Wait:
