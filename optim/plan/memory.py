@@ -3,8 +3,8 @@
     found = memory_of(workload, cluster, stack_named("megatron-core"), layouts)
     found.peak_bytes, found.stage, found.parts["activations"], found.fits, found.host_bytes
 
-A stage's peak is one of three moments: the loss (all that is in flight, and the logits), a layer's backward (all that is in
-flight, what that layer makes again, its gathered weights and gradients), the optimizer's step. The categories are those of that moment,
+A stage's peak is one of four moments: the loss (all that is in flight, and the logits), the first layer's backward (all that is in
+flight, what that layer makes again, its gathered weights and gradients), the last one's, the optimizer's step. The categories are those of that moment,
 and sum to the peak. What is not tensors follows: the allocator's fragments, collectives' buffers, the device's context.
 
 What published figures mean differs: ``allocated_bytes`` are tensors (``torch.cuda.max_memory_allocated``), ``reserved_bytes`` what the
@@ -102,24 +102,10 @@ def memory_of(
     logits = _logits(workload, stack, traits, layouts, places)
     communication = _buffers(workload, traits, layouts, state)
     none = np.zeros_like(activations)
-    moments = (
-        {"activations": activations, "logits": logits, "gathers": state.head_gathers, "temporary": none},
-        {"activations": activations, "logits": none, "gathers": state.gathers, "temporary": working},
-        {"activations": none, "logits": none, "gathers": none, "temporary": state.temporary},
-    )
-    if traits.flat_step:
-        # One piece as long as the shard: the small pieces that activations left behind cannot hold it, so it comes on top.
-        moments[0]["temporary"] = state.temporary
-        moments[1]["temporary"] = working + state.temporary
-    totals = np.stack([sum(moment.values(), none) for moment in moments])
-    moment = totals.argmax(axis=0)
+    moments = _moments(traits, layouts, places, state, (activations, logits, working))
+    moment = np.stack([sum(each.values(), none) for each in moments]).argmax(axis=0)
     alive = {name: _chosen([each[name] for each in moments], moment) for name in moments[0]}
-    fixed = {
-        "parameters": state.parameters,
-        "gradients": state.gradients,
-        "optimizer": state.optimizer,
-        "communication": communication,
-    }
+    fixed = {"parameters": state.parameters, "optimizer": state.optimizer, "communication": communication}
     tensors = sum({**fixed, **alive}.values(), none)
     stages = {**fixed, **alive, "allocator": traits.fragmentation * tensors + traits.fixed_bytes}
     place = sum(stages.values(), none).argmax(axis=0)
@@ -130,6 +116,35 @@ def memory_of(
     away = {tier: _chosen(list(value), place) for tier, value in state.away.items()}
     away["cpu"] = away["cpu"] + _chosen(list(moved), place)
     return _estimate(cluster, layouts, parts, _chosen(list(places.rank), place), away)
+
+
+def _moments(
+    traits: MemoryTraits,
+    layouts: Layouts,
+    places: Places,
+    state: State,
+    alive: tuple[Column, Column, Column],
+) -> tuple[dict[str, Column], ...]:
+    """What differs between the loss, the first and the last layer's backward, and the optimizer's step. ``alive``: activations, logits,
+    and what a layer's backward works with."""
+    activations, logits, working = alive
+    none = np.zeros_like(activations)
+    # Gradients that backward makes anew are not there yet when a single micro-batch is at its loss.
+    anew = (not traits.keeps_gradients) & (layouts["microbatches"] == 1)
+    early = np.where(anew, 0.0, state.gradients)
+    # One piece as long as the shard: the small pieces that activations left behind cannot hold it, so it comes on top.
+    beside = state.temporary if traits.flat_step else none
+    last = activations / np.maximum(places.layers, 1)
+    names = ("gradients", "activations", "logits", "gathers", "temporary")
+    return tuple(
+        dict(zip(names, values, strict=True))
+        for values in (
+            (early, activations, logits, state.head_gathers, beside),
+            (early, activations, none, state.gathers, working + beside),
+            (state.gradients, last, none, state.gathers, working + beside),
+            (state.gradients, none, none, none, state.temporary),
+        )
+    )
 
 
 def _chosen(values: list[Column], index: npt.NDArray[np.int64]) -> Column:

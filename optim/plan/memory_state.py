@@ -114,10 +114,6 @@ def state_of(
     }
     fp8 = layouts.is_kind("precision", "fp8") & (stage < 3)
     cached = np.where(fp8, traits.fp8_weight_bytes, 0.0) * (shared + experts)
-    if not traits.masters:
-        # Half-precision copies that autocast keeps through a step where FSDP does not gather them.
-        copies = (stage < 3) & (weight > element_bytes(layouts)) & (layouts["parameter_offload"] == 0)
-        cached = cached + np.where(copies, element_bytes(layouts) * (shared + experts), 0.0)
     gathers, head_gathers = _gathers(workload, traits, layouts, places, stage, shared + experts, trained)
     away, parameters, optimizer_bytes, gradients = _offloaded(layouts, sizes)
     step = trained * held(np.where(stage > 0, traits.step_bytes, 0.0), 1)

@@ -26,7 +26,8 @@ class MemoryTraits:
 
     ``masters``: weights are kept in 16 bits beside 32-bit masters; else they are 32-bit and cast where used. ``bf16_gradient_bytes``
     and ``fp16_gradient_bytes``: of all gradients that are held until the step (DeepSpeed's optimizer with 32-bit sums beside gradients in bf16 is
-    for stages below 2: from there ``fp16_gradient_bytes`` counts). ``step_bytes``: of a rank's share of the
+    for stages below 2: from there ``fp16_gradient_bytes`` counts). ``keeps_gradients``: they, or a pool of
+    their own, stay from step to step; else backward makes them in what activations leave. ``step_bytes``: of a rank's share of the
     optimizer's state, more while it updates under ZeRO, in one piece (``flat_step``) or parameter by parameter. ``gradient_copies``: buckets that repeat the gradients (DDP's).
     ``bucket_bytes``: fixed buffers of gradient reduction and gathers, where there are several data ranks.
 
@@ -52,6 +53,7 @@ class MemoryTraits:
     bf16_gradient_bytes: float = 4.0
     fp16_gradient_bytes: float = 4.0
     shards_optimizer: bool = False
+    keeps_gradients: bool = True
     step_bytes: float = 0.0
     flat_step: bool = False
     gradient_copies: float = 0.0
