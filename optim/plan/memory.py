@@ -26,7 +26,7 @@ from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.memory_activations import layer_bytes, logit_bytes, tokens_of
 from trine.optim.plan.memory_state import Places, State, places_of, state_of
-from trine.optim.plan.memory_traits import MemoryTraits, memory_traits
+from trine.optim.plan.memory_traits import MemoryTraits, memory_spread, memory_traits
 from trine.optim.plan.workload import Workload
 
 __all__ = ["CATEGORIES", "USABLE", "MemoryEstimate", "memory_of"]
@@ -73,6 +73,16 @@ class MemoryEstimate:
     remote_bytes: Column
     capacity_bytes: float
     fits: npt.NDArray[np.bool_]
+
+    @property
+    def low_bytes(self) -> Column:
+        """Nine of ten published peaks lay between this and ``high_bytes`` (predicted by constants that they had no part in)."""
+        return self.peak_bytes * memory_spread().low
+
+    @property
+    def high_bytes(self) -> Column:
+        """See ``low_bytes``."""
+        return self.peak_bytes * memory_spread().high
 
     @property
     def allocated_bytes(self) -> Column:

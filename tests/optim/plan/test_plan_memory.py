@@ -405,6 +405,7 @@ def test_categories_sum_to_the_peak_and_columns_are_rows(
     assert sum(found.parts.values())[0] == pytest.approx(found.peak_bytes[0])
     assert found.allocated_bytes[0] == pytest.approx(of(found, *TENSORS))
     assert 0 <= found.stage[0] < given_layout["pipeline"]
+    assert found.low_bytes[0] < found.peak_bytes[0] < found.high_bytes[0]
     # A row among others is the row alone.
     other = Layouts.of(data=4, tensor=2, pipeline=4, microbatches=8)
     both = memory_of(workload, cluster(), stack, Layouts.joined([other, Layouts.of(**given_layout)]))

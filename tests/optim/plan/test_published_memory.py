@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from trine.optim.plan.memory_traits import memory_spread
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
@@ -99,3 +101,7 @@ def test_shipped_constants_are_those_that_the_fit_gives(
     for kind, (fragmentation, fixed) in fitted.items():
         assert shipped[kind][0] == pytest.approx(fragmentation, abs=0.01), kind
         assert shipped[kind][1] == pytest.approx(fixed, abs=0.2e9), kind
+    spread = benchmark_module.spread_of(every)
+    assert 0.85 < spread["low"] < 1 < spread["high"] < 1.2
+    assert memory_spread().low == pytest.approx(spread["low"], abs=0.02)
+    assert memory_spread().high == pytest.approx(spread["high"], abs=0.02)
