@@ -163,7 +163,7 @@ def _ranked(plan: Plan) -> Iterator[Block]:
         tuple(rows),
         note=f"MFU by the convention {plan.convention}, dense peak of {plan.best.mfu_precision}",
     )
-    columns = (
+    choices = (
         Column("", "right"),
         Column("with", flexible=True),
         Column("bound by"),
@@ -173,7 +173,7 @@ def _ranked(plan: Plan) -> Iterator[Block]:
         (str(rank), _rest(one), one.bound.partition(",")[0], one.lost_by or "the best")
         for rank, one in enumerate(plan.ranked, 1)
     ]
-    yield Table(columns, tuple(rest))
+    yield Table(choices, tuple(rest))
 
 
 def _parts(plan: Plan) -> Bars:

@@ -35,6 +35,8 @@ _Constants = TypeVar("_Constants", DeviceConstants, NetworkConstants)
 
 #: Families on which attention kernels of two generations differ.
 _NEWER = ("hopper", "blackwell")
+#: Host link and a device's share of a node's drives where nobody said (PCIe 4.0 x16; two NVMe drives for four devices).
+_USUAL_HOST_PER_S, _USUAL_NVME_PER_S = 24e9, 3e9
 #: Bandwidth of a link that a cluster does not have: no formula that uses it applies.
 _NO_LINK = Bandwidth(1e15)
 
@@ -125,6 +127,9 @@ class Conditions:
     networks: tuple[Network, ...]
     network: Column
     memory_per_s: Column
+    host_per_s: Column
+    nvme_per_s: Column
+    remote_per_s: Column
     node: Column
     units: Column
     matmul: Column
@@ -176,6 +181,7 @@ class Conditions:
         share = best / peaks[PRECISIONS.index("bf16")]
         values: dict[str, object] = {
             "memory_per_s": cluster.device.memory_bandwidth.bytes_per_s,
+            **_tiers(cluster),
             "network": 0,
             "attention_gain": stack.attention_gain if cluster.device.family in _NEWER else 1.0,
             "node": cluster.devices_per_node,
@@ -221,6 +227,14 @@ def _measured(found: _Constants, measured: Mapping[str, float]) -> _Constants:
     names = {each.name for each in fields(found)}
     own: dict[str, Any] = {name: value for name, value in measured.items() if name in names}
     return replace(found, **own, provenance="measured on this machine") if own else found
+
+
+def _tiers(cluster: Cluster) -> dict[str, float]:
+    """Bytes a second of one device to what lies elsewhere; another node's memory is as far as the slower of both links."""
+    host = cluster.host_link.bytes_per_s if cluster.host_link is not None else _USUAL_HOST_PER_S
+    away = cluster.between.bandwidth.bytes_per_s if cluster.between is not None else host
+    drive = cluster.nvme.bytes_per_s if cluster.nvme is not None else _USUAL_NVME_PER_S
+    return {"host_per_s": host, "nvme_per_s": min(drive, host), "remote_per_s": min(away, host)}
 
 
 def _peak(cluster: Cluster, precision: str) -> float:

@@ -116,7 +116,7 @@ def _usual_batch(workload: Workload, cluster: Cluster) -> int:
     while odd % 2 == 0:
         odd //= 2
     sequences = max(USUAL_TOKENS / workload.sequence / odd, 1.0)
-    return odd * 2 ** round(math.log2(sequences))
+    return odd << round(math.log2(sequences))
 
 
 def divisors(number: int) -> tuple[int, ...]:

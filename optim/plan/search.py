@@ -9,13 +9,14 @@ way to divide the devices its fastest layout that fits (a test compares).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from trine.optim.plan.columns import Column
-from trine.optim.plan.layouts import RECOMPUTATIONS, Layouts
+from trine.optim.plan.constraints import Mask
+from trine.optim.plan.layouts import RECOMPUTATIONS, Integers, Layouts
 from trine.optim.plan.memory import MemoryEstimate, memory_of
 from trine.optim.plan.pareto import Staircase, front
 from trine.optim.plan.problem import Problem
@@ -31,8 +32,6 @@ _ROWS = 20_000
 #: Steps that differ by less are equal; of those the one with less memory is better.
 _EQUAL = 1e-9
 _BUDGET = RECOMPUTATIONS.index("budget")
-
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -58,9 +57,9 @@ class Found:
     step_s: Column
     peak_bytes: Column
 
-    def take(self, rows: object) -> Found:
+    def take(self, rows: Integers | Mask) -> Found:
         """These rows."""
-        return Found(self.layouts.take(rows), self.step_s[rows], self.peak_bytes[rows])  # type: ignore[index]
+        return Found(self.layouts.take(rows), self.step_s[rows], self.peak_bytes[rows])
 
     @staticmethod
     def joined(parts: list[Found]) -> Found:
@@ -121,11 +120,10 @@ class Searcher:
         host = self.problem.cluster.host_memory_bytes
         return np.where((host > 0) & (found.host_bytes > host), np.inf, found.peak_bytes)
 
-    def _in_pieces(self, layouts: Layouts, function: object) -> Column:
+    def _in_pieces(self, layouts: Layouts, function: Callable[[Layouts], Column]) -> Column:
         begin = time.process_time()
         pieces = [
-            function(layouts.take(slice(start, start + _ROWS)))  # type: ignore[operator]
-            for start in range(0, len(layouts), _ROWS)
+            function(layouts.take(slice(start, start + _ROWS))) for start in range(0, len(layouts), _ROWS)
         ]
         self.tally.seconds += time.process_time() - begin
         return np.concatenate(pieces) if pieces else np.empty(0)
@@ -199,7 +197,7 @@ class Searcher:
                 np.minimum.at(best, ways[_rows_of(found)], found.found.step_s)
         return self._best(kept, ways, count)
 
-    def _plain(self, alive: npt.NDArray[np.bool_]) -> _Children:
+    def _plain(self, alive: Mask) -> _Children:
         """Shapes that fit as they are."""
         rows = np.flatnonzero(alive & (self.plain_bytes <= self.problem.capacity_bytes) & self._is_plain)
         self.tally.weighed += len(self.shapes)
@@ -210,13 +208,13 @@ class Searcher:
         live = batch[self.fastest_s[batch] <= limits[batch] * (1 + _EQUAL)]
         if not len(live):
             return None
-        # First offload alone: recomputation makes none of it faster, and full recomputation all of it as small as it gets.
+        # First offload alone. What is recomputed need not be moved, so activations that stay bound the time of those that go.
         away, parents = savings(self.problem, self.shapes.take(live), OFFLOADED)
         mode = _fastest(saving_choices(self.problem)["recompute"])
-        away = away.with_changes(recompute=mode, recomputed_layers=0)
+        quick = away.with_changes(recompute=mode, recomputed_layers=0, activation_offload="none")
         fits = self.least_bytes(away, offload=False) <= self.problem.capacity_bytes
         good = np.flatnonzero(fits)
-        good = good[self.step_s(away.take(good)) <= limits[live[parents[good]]] * (1 + _EQUAL)]
+        good = good[self.step_s(quick.take(good)) <= limits[live[parents[good]]] * (1 + _EQUAL)]
         self.tally.weighed += len(away)
         if not len(good):
             return None

@@ -8,7 +8,7 @@ bound for all that it can become, and one with all of them for their memory; the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def _kept(constraints: Sequence[Constraint], problem: Problem, rows: Rows) -> Ro
     return {name: column[mask] for name, column in rows.items()}
 
 
-def _times(rows: Rows, choices: dict[str, Sequence[int]]) -> Rows:
+def _times(rows: Rows, choices: Mapping[str, Sequence[int]]) -> Rows:
     """Every row with every combination of further columns' values."""
     count = len(next(iter(rows.values()))) if rows else 1
     grids = np.meshgrid(*(np.asarray(values, dtype=np.int64) for values in choices.values()), indexing="ij")
@@ -197,7 +197,7 @@ def _budgets(problem: Problem, rows: Rows) -> Rows:
     is_budget = rows["recompute"] == RECOMPUTATIONS.index("budget")
     plain = {name: column[~is_budget] for name, column in rows.items()}
     plain["recomputed_layers"] = np.zeros(len(plain["row"]), dtype=np.int64)
-    pieces = [plain]
+    pieces: list[Rows] = [plain]
     some = {name: column[is_budget] for name, column in rows.items()}
     if "recomputed_layers" in problem.pins:
         some.pop("recomputed_layers")

@@ -12,18 +12,13 @@ import numpy as np
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.operators import LayerTimes
+from trine.optim.plan.tiers import offload_s, optimizer_s
 from trine.optim.plan.waits import Waits, rank_parameters
 
 __all__ = ["Traffic", "traffic_of"]
 
 #: Bytes that an element's compression and decompression move in memory.
 _ENCODING_BYTES = 16.0
-#: Reads and writes of an element by Adam with 32-bit state: gradient, two moments and master read, three written, copy written.
-_OPTIMIZER_BYTES = 34.0
-#: Bytes a second and device that an optimizer on the host gets from its memory, and its passes over an element.
-_HOST_OPTIMIZER_PER_S, _HOST_OPTIMIZER_BYTES = 12e9, 28.0
-#: Host link and a device's share of a node's drives (PCIe 4.0 ×16; two NVMe drives for four devices).
-_HOST_PER_S, _NVME_PER_S = 24e9, 3e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +67,8 @@ def traffic_of(
         steady_messages_s=2 * message_s * layouts["chunks"] * (1 - conditions.message_overlap),
         exposed_gradients_s=_gradients(sizes, conditions, layouts, waits),
         first_gather_s=first * layouts["microbatches"],
-        offload_s=_offload(sizes, layouts),
-        optimizer_s=_optimizer(sizes, conditions, layouts),
+        offload_s=offload_s(sizes, conditions, layouts, times),
+        optimizer_s=optimizer_s(sizes, conditions, layouts),
     )
 
 
@@ -142,31 +137,3 @@ def _gather(sizes: Sizes, conditions: Conditions, times: LayerTimes, waits: Wait
         _beside(gathered, times.dense.forward_s, slow),
         _beside(gathered + reduced, work_behind, slow),
     )
-
-
-def _optimizer(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Column:
-    """The update by what memory gives; each rank its share where state is sharded."""
-    shared, experts = rank_parameters(sizes, layouts)
-    ranks = layouts.shard_ranks.astype(np.float64)
-    of_experts = np.maximum(ranks * layouts["tensor"] / layouts["expert"], 1.0)
-    sharded = layouts["zero_stage"] > 0
-    own = shared / np.where(sharded, ranks, 1.0) + experts / np.where(sharded, of_experts, 1.0)
-    device_s = own * _OPTIMIZER_BYTES / (conditions.memory_per_s * conditions.memory)
-    host_s = own * _HOST_OPTIMIZER_BYTES / _HOST_OPTIMIZER_PER_S
-    return np.where(layouts["optimizer_offload"] > 0, host_s, device_s) * (1 - sizes.frozen)
-
-
-def _offload(sizes: Sizes, layouts: Layouts) -> Column:
-    """Gradients down and new parameters up, state to a drive and back, parameters twice a micro-batch, and a fifth of the
-    activations' way, the rest of which computing hides."""
-    shared, experts = rank_parameters(sizes, layouts)
-    ranks = layouts.shard_ranks.astype(np.float64)
-    own = (shared + experts) / np.where(layouts["zero_stage"] > 0, ranks, 1.0)
-    state = np.where(layouts.is_kind("optimizer_offload", "nvme"), own * 24.0 / _NVME_PER_S, 0.0)
-    optimizer = np.where(layouts["optimizer_offload"] > 0, own * 4.0 / _HOST_PER_S + state, 0.0)
-    tokens = layouts["micro_batch"] * sizes.sequence / layouts["context"]
-    kept = tokens * sizes.hidden * 4.0 * sizes.layers / layouts["pipeline"] * layouts["microbatches"]
-    activations = np.where(layouts["activation_offload"] > 0, 0.2 * kept / _HOST_PER_S, 0.0)
-    drive = np.where(layouts.is_kind("parameter_offload", "nvme"), _NVME_PER_S, _HOST_PER_S)
-    parameters = np.where(layouts["parameter_offload"] > 0, own * 4.0 * layouts["microbatches"] / drive, 0.0)
-    return optimizer + activations + parameters

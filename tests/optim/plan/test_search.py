@@ -34,7 +34,6 @@ CASES = {
 
 #: Weighed in seconds, not tenths of one.
 SLOW = {
-    "everything that is priced",
     "several precisions",
     "two kinds of recomputation",
     "three nodes",

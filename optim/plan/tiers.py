@@ -1,0 +1,106 @@
+"""What lies off the device, and what a step waits for it: the host's memory, its drives, another node's memory.
+
+Optimizer state is updated where it lies (Ren et al. 2021, ZeRO-Offload), or comes and goes where it lies on no processor of
+the node's own; parameters come before each use (Rajbhandari et al. 2021, ZeRO-Infinity); activations leave while forward
+computes and return while backward does, so only what takes longer than computing is waited for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trine.optim.plan.columns import Column, Conditions, Sizes
+from trine.optim.plan.layouts import OFFLOADS, Layouts
+from trine.optim.plan.operators import LayerTimes
+from trine.optim.plan.waits import rank_parameters
+
+__all__ = ["activation_bytes", "offload_s", "optimizer_s"]
+
+#: Reads and writes of an element by Adam with 32-bit state: gradient, two moments and master read, three written, copy written.
+_OPTIMIZER_BYTES = 34.0
+#: Bytes a second and device that an optimizer on the host gets from its memory, and its passes over an element.
+_HOST_OPTIMIZER_PER_S, _HOST_OPTIMIZER_BYTES = 12e9, 28.0
+#: Of an element: its gradient leaves and its new weight returns; 32-bit master and two moments come and go; a weight comes twice.
+_EXCHANGED_BYTES, _STATE_BYTES, _WEIGHT_BYTES = 4.0, 24.0, 4.0
+#: Part of a transfer that computing beside it is slowed by: both use the device's memory.
+_SLOW_DOWN = 0.05
+
+
+def optimizer_s(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Column:
+    """The update by what memory gives, of the device or of the host; each rank its share where state is sharded."""
+    own = _own_parameters(sizes, layouts)
+    device_s = own * _OPTIMIZER_BYTES / (conditions.memory_per_s * conditions.memory)
+    host_s = own * _HOST_OPTIMIZER_BYTES / _HOST_OPTIMIZER_PER_S
+    on_host = layouts.is_kind("optimizer_offload", "cpu", "nvme")
+    # A device that is itself a processor has its own memory's rate, and gains nothing from calling it a host's.
+    return np.where(on_host, np.maximum(host_s, device_s), device_s) * (1 - sizes.frozen)
+
+
+def offload_s(sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes) -> Column:
+    """Seconds of a step that are waited for on the way to and from what lies elsewhere."""
+    own = _own_parameters(sizes, layouts)
+    exchanged = np.where(layouts.is_kind("optimizer_offload", "cpu", "nvme"), own * _EXCHANGED_BYTES, 0.0)
+    # State that no host's processor updates in its own memory travels whole.
+    travels = layouts.is_kind("optimizer_offload", "nvme", "remote")
+    state_s = np.where(travels, own * _STATE_BYTES / _rate(conditions, layouts, "optimizer_offload"), 0.0)
+    optimizer = exchanged / conditions.host_per_s + state_s
+    weights = np.where(layouts["parameter_offload"] > 0, own * _WEIGHT_BYTES * layouts["microbatches"], 0.0)
+    parameters = weights / _rate(conditions, layouts, "parameter_offload")
+    return np.asarray(optimizer + parameters + _activations_s(sizes, conditions, layouts, times))
+
+
+def _own_parameters(sizes: Sizes, layouts: Layouts) -> Column:
+    """Of a rank: its share where state is sharded, experts over the ranks that hold the same ones."""
+    shared, experts = rank_parameters(sizes, layouts)
+    ranks = layouts.shard_ranks.astype(np.float64)
+    of_experts = np.maximum(ranks * layouts["tensor"] / layouts["expert"], 1.0)
+    sharded = layouts["zero_stage"] > 0
+    return np.asarray(shared / np.where(sharded, ranks, 1.0) + experts / np.where(sharded, of_experts, 1.0))
+
+
+def _rate(conditions: Conditions, layouts: Layouts, column: str) -> Column:
+    """Bytes a second of one device to where a column says that something lies."""
+    rates = {
+        "none": np.inf,
+        "cpu": conditions.host_per_s,
+        "nvme": conditions.nvme_per_s,
+        "remote": conditions.remote_per_s,
+    }
+    found = np.full(len(layouts), np.inf)
+    for code, tier in enumerate(OFFLOADS):
+        found = np.where(layouts[column] == code, rates[tier], found)
+    return found
+
+
+def activation_bytes(sizes: Sizes, layouts: Layouts) -> Column:
+    """What an average layer keeps of one micro-batch on a rank, in 16 bits: inputs of norms and matmuls, and of the gate.
+
+    Without attention's scores, which fused kernels do not keep. Korthikanti et al. 2022, section 4, without dropout.
+    """
+    tokens = layouts["micro_batch"] * sizes.sequence / layouts["context"]
+    tensor = layouts["tensor"].astype(np.float64)
+    split = np.where(layouts["sequence"] > 0, tensor, 1.0)
+    mixed = sizes.mixture_layers / sizes.layers
+    routed = sizes.experts_per_token * sizes.load_imbalance + sizes.shared_experts
+    width = (1 - mixed) * sizes.ffn + mixed * routed * sizes.expert_ffn
+    heads = sizes.head_size * (2 * sizes.heads + 2 * sizes.kv_heads)
+    whole = 4 * sizes.hidden / split + (heads + sizes.matrices * width) / tensor
+    inputs = sizes.hidden / split
+    again = np.where(layouts.is_kind("recompute", "full"), 1.0, 0.0)
+    share = layouts["recomputed_layers"] / np.maximum(sizes.layers / layouts["pipeline"], 1)
+    again = np.where(layouts.is_kind("recompute", "budget"), np.minimum(share, 1.0), again)
+    return np.asarray(2.0 * tokens * (again * inputs + (1 - again) * whole))
+
+
+def _activations_s(sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes) -> Column:
+    moved_s = activation_bytes(sizes, layouts) / _rate(conditions, layouts, "activation_offload")
+    mixed = sizes.mixture_layers / sizes.layers
+
+    def average(name: str) -> Column:
+        dense, mixture = getattr(times.dense, name), getattr(times.mixture, name)
+        return np.asarray(dense * (1 - mixed) + np.where(mixed > 0, mixture, 0.0) * mixed)
+
+    waited = np.zeros(len(layouts))
+    for work_s in (average("forward_s"), average("input_s") + average("weight_s") + average("recompute_s")):
+        waited = waited + np.maximum(moved_s - work_s, 0.0) + _SLOW_DOWN * np.minimum(moved_s, work_s)
+    return waited * sizes.layers / layouts["pipeline"] * layouts["microbatches"]
