@@ -2,10 +2,11 @@
 
     python benchmarks/planner_memory.py [--runs FILE.csv] [--worst N] [--write] [--format text|json]
 
-Each kind of software has two fitted scalars (``optim/plan/memory.toml``): the allocator's fragments as a share of tensors, and fixed bytes.
-They are fitted robustly about a prior that is the same for every kind, so a kind of which no table is left has the prior. The error is
-|predicted/published − 1|. Out-of-memory rows count as predicted where the peak is above what the device gives; a false alarm is a row
-that ran and is predicted not to. ``--write`` keeps the constants fitted on all tables.
+Each kind of software has two fitted scalars (``optim/plan/memory.toml``): the allocator's fragments as a
+share of tensors, and fixed bytes. They are fitted robustly about a prior that is the same for every kind, so
+a kind of which no table is left has the prior. The error is |predicted/published − 1|. Out-of-memory rows
+count as predicted where the peak is above what the device gives; a false alarm is a row that ran and is
+predicted not to. ``--write`` keeps the constants fitted on all tables.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def spread_of(cases: Sequence[Case]) -> dict[str, float]:
 
 
 def of_memory(cases: Sequence[Case], constants: Mapping[str, Constants]) -> dict[str, Any]:
-    """Median and 90th percentile of errors, their bias, the share of out-of-memory rows that were predicted, and false alarms."""
+    """Median and 90th percentile of errors, their bias, the share of out-of-memory rows that were predicted,
+    and false alarms."""
     known = [case for case in cases if case.measured]
     ratio = np.asarray([case.predicted(*constants[case.kind]) / (case.measured or 1.0) for case in known])
     error = np.abs(ratio - 1)

@@ -1,7 +1,8 @@
 """Published memory as the planner can be held to it: what a figure counts, and what the planner says of the same run.
 
-A figure counts tensors, or also what PyTorch's allocator reserved, or all that the device gave. Tables: published runs with memory or
-an out-of-memory; activations and state by recomputation (Korthikanti et al. 2022); ZeRO's formulas; fine-tuning of adapters.
+A figure counts tensors, or also what PyTorch's allocator reserved, or all that the device gave. Tables:
+published runs with memory or an out-of-memory; activations and state by recomputation (Korthikanti et al.
+2022); ZeRO's formulas; fine-tuning of adapters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ GIB = 2**30
 class Case:
     """One figure. ``counts``: "tensors", "reserved" or "used". Bytes; ``measured`` None where it ran out of memory.
 
-    ``tensors`` and ``framework`` are predicted, without the constants that a fit moves. ``capacity``: of the device, as its driver gives.
+    ``tensors`` and ``framework`` are predicted, without the constants that a fit moves. ``capacity``: of the
+    device, as its driver gives.
     """
 
     table: str
@@ -117,7 +119,8 @@ def _node(name: str, devices: int = 8) -> Cluster:
 
 # --- Korthikanti et al. 2022 --------------------------------------------------------------------------------------------
 
-#: Layers, hidden size and heads of the paper's models (its table 3). Figures are of layers, without embedding and head.
+#: Layers, hidden size and heads of the paper's models (its table 3). Figures are of layers, without embedding
+#: and head.
 _MODELS = {
     "22B": (48, 6144, 64),
     "175B": (96, 12288, 96),
@@ -201,7 +204,8 @@ def _of_paper(row: Mapping[str, str], stack: Stack, mode: Mapping[str, object]) 
 
 
 def sharding(path: Path) -> list[Case]:
-    """Bytes of state by stage and ranks, scaled to the paper's sizes. Rows of an estimator with a formula of its own are left out."""
+    """Bytes of state by stage and ranks, scaled to the paper's sizes. Rows of an estimator with a formula of
+    its own are left out."""
     workload, stack = workload_of("gpt3-6_7b"), stack_named("deepspeed")
     found = []
     for row in _rows(path):
@@ -258,7 +262,8 @@ _TUNED: Mapping[tuple[str, str], tuple[Callable[[], Workload], int]] = {
 
 
 def fine_tuning(path: Path) -> list[Case]:
-    """Low-rank adapters on 16-bit weights that are not quantised. Tensors alone are counted (``max_memory_allocated``)."""
+    """Low-rank adapters on 16-bit weights that are not quantised. Tensors alone are counted
+    (``max_memory_allocated``)."""
     stack = stack_named("pytorch")
     found = []
     for row in _rows(path):

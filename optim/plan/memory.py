@@ -3,12 +3,14 @@
     found = memory_of(workload, cluster, stack_named("megatron-core"), layouts)
     found.peak_bytes, found.stage, found.parts["activations"], found.fits, found.host_bytes
 
-A stage's peak is one of four moments: the loss (all that is in flight, and the logits), the first layer's backward (all that is in
-flight, what that layer makes again, its gathered weights and gradients), the last one's, the optimizer's step. The categories are those of that moment,
-and sum to the peak. What is not tensors follows: the allocator's fragments, collectives' buffers, the device's context.
+A stage's peak is one of four moments: the loss (all that is in flight, and the logits), the first layer's
+backward (all that is in flight, what that layer makes again, its gathered weights and gradients), the last
+one's, the optimizer's step. The categories are those of that moment, and sum to the peak. What is not tensors
+follows: the allocator's fragments, collectives' buffers, the device's context.
 
-What published figures mean differs: ``allocated_bytes`` are tensors (``torch.cuda.max_memory_allocated``), ``reserved_bytes`` what the
-allocator took for them (``max_memory_reserved``), ``peak_bytes`` what the device had to give (``nvidia-smi``).
+What published figures mean differs: ``allocated_bytes`` are tensors (``torch.cuda.max_memory_allocated``),
+``reserved_bytes`` what the allocator took for them (``max_memory_reserved``), ``peak_bytes`` what the device
+had to give (``nvidia-smi``).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from trine.optim.plan.workload import Workload
 
 __all__ = ["CATEGORIES", "USABLE", "MemoryEstimate", "memory_of"]
 
-#: What a rank's memory is made of. ``temporary``: what a layer's backward makes again, and what the optimizer's step needs.
+#: What a rank's memory is made of. ``temporary``: what a layer's backward makes again, and what the
+#: optimizer's step needs.
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -48,8 +51,8 @@ CATEGORIES = (
 USABLE = 0.99
 #: Families of devices without a context.
 _NO_CONTEXT = ("cpu", "tpu")
-#: NCCL's buffers of one connection: Simple 4 MiB, LL128 4.7 MiB, LL 0.5 MiB (src/transport, NCCL_BUFFSIZE and its like), and connections a channel:
-#: a ring's, and a tree's.
+#: NCCL's buffers of one connection: Simple 4 MiB, LL128 4.7 MiB, LL 0.5 MiB (src/transport, NCCL_BUFFSIZE and
+#: its like), and connections a channel: a ring's, and a tree's.
 _CONNECTION_BYTES, _CONNECTIONS = 9.2 * 2**20, 2
 #: Channels of a communicator inside a node of switched links, and between nodes.
 _CHANNELS_INSIDE, _CHANNELS_BETWEEN = 24, 8
@@ -61,8 +64,9 @@ _ON_THE_WAY = 2
 class MemoryEstimate:
     """Of every layout, its rank that needs most. ``parts``: bytes by :data:`CATEGORIES`, which sum to ``peak_bytes``.
 
-    ``stage``: that rank's place in the pipeline, from 0. ``host_bytes``, ``disk_bytes`` and ``remote_bytes``: of a *node*, what offload
-    puts there. ``fits``: the peak is within what the device gives and the host's part within the host's memory, where that is known.
+    ``stage``: that rank's place in the pipeline, from 0. ``host_bytes``, ``disk_bytes`` and ``remote_bytes``:
+    of a *node*, what offload puts there. ``fits``: the peak is within what the device gives and the host's
+    part within the host's memory, where that is known.
     """
 
     parts: Mapping[str, Column]
@@ -76,7 +80,8 @@ class MemoryEstimate:
 
     @property
     def low_bytes(self) -> Column:
-        """Nine of ten published peaks lay between this and ``high_bytes`` (predicted by constants that they had no part in)."""
+        """Nine of ten published peaks lay between this and ``high_bytes`` (predicted by constants that they
+        had no part in)."""
         return self.peak_bytes * memory_spread().low
 
     @property
@@ -104,7 +109,8 @@ def memory_of(
     frozen: bool = False,
     traits: MemoryTraits | None = None,
 ) -> MemoryEstimate:
-    """Of every layout under a software stack. ``traits``: other facts than its kind's. ``frozen``: only small adapters are trained."""
+    """Of every layout under a software stack. ``traits``: other facts than its kind's. ``frozen``: only small
+    adapters are trained."""
     traits = traits or memory_traits(stack)
     places = places_of(workload, layouts)
     state = state_of(workload, stack, traits, layouts, places, frozen=frozen)
@@ -135,14 +141,15 @@ def _moments(
     state: State,
     alive: tuple[Column, Column, Column],
 ) -> tuple[dict[str, Column], ...]:
-    """What differs between the loss, the first and the last layer's backward, and the optimizer's step. ``alive``: activations, logits,
-    and what a layer's backward works with."""
+    """What differs between the loss, the first and the last layer's backward, and the optimizer's step.
+    ``alive``: activations, logits, and what a layer's backward works with."""
     activations, logits, working = alive
     none = np.zeros_like(activations)
     # Gradients that backward makes anew are not there yet when a single micro-batch is at its loss.
     anew = (not traits.keeps_gradients) & (layouts["microbatches"] == 1)
     early = np.where(anew, 0.0, state.gradients)
-    # One piece as long as the shard: the small pieces that activations left behind cannot hold it, so it comes on top.
+    # One piece as long as the shard: the small pieces that activations left behind cannot hold it, so it
+    # comes on top.
     beside = state.temporary if traits.flat_step else none
     last = activations / np.maximum(places.layers, 1)
     names = ("gradients", "activations", "logits", "gathers", "temporary")
@@ -193,8 +200,8 @@ def _activations(
     frozen: bool,
 ) -> tuple[Column, Column, Column]:
     """Kept by each place over the schedule; alive at the peak of a layer's backward beyond it; and moved to the host."""
-    # All that a micro-batch keeps is counted until its weights' gradient: the orders that tell the two apart are made to fill
-    # a limit of so many whole micro-batches (Qi et al. 2023, section 3).
+    # All that a micro-batch keeps is counted until its weights' gradient: the orders that tell the two apart
+    # are made to fill a limit of so many whole micro-batches (Qi et al. 2023, section 3).
     held = np.stack(
         [
             in_flight(
@@ -248,7 +255,8 @@ def _buffers(workload: Workload, traits: MemoryTraits, layouts: Layouts, state: 
 
 
 def _framework(cluster: Cluster, traits: MemoryTraits, layouts: Layouts) -> Column:
-    """The device's context, and NCCL's buffers: a communicator for each kind of group of several ranks, and one of all."""
+    """The device's context, and NCCL's buffers: a communicator for each kind of group of several ranks, and
+    one of all."""
     if cluster.device.family in _NO_CONTEXT:
         return np.zeros(len(layouts))
     node = cluster.devices_per_node

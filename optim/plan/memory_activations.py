@@ -1,15 +1,16 @@
 """Bytes of activations: what a layer keeps of a token for backward, and what is alive for a moment around its backward.
 
-The components are Korthikanti et al. 2022 (section 4), each by itself, so that models without dropout, with gates, with few key
-heads, low-rank attention, fused attention or experts are sums of other components. With two norms, GELU, f = 4h, k = a and
-dropout they come to
+The components are Korthikanti et al. 2022 (section 4), each by itself, so that models without dropout, with
+gates, with few key heads, low-rank attention, fused attention or experts are sums of other components. With
+two norms, GELU, f = 4h, k = a and dropout they come to
 
     none                              s b h (10 + 24/t + 5 a s/(h t))
     and sequence parallel             s b h (34 + 5 a s/h) / t
     selective                         without 5 a s/h
     full                              2 s b h, divided by t where the layer's input is split
 
-Selective policies over operators (torchtitan's, ours) keep a layer's input, attention's output, and what some matmuls make.
+Selective policies over operators (torchtitan's, ours) keep a layer's input, attention's output, and what some
+matmuls make.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ __all__ = ["LayerBytes", "element_bytes", "layer_bytes", "logit_bytes", "tokens_
 class LayerBytes:
     """Of one micro-batch and one layer, on one rank.
 
-    ``whole``: kept without recomputation. ``kept``: by the layout's policy (under ``budget``, of a layer that is not recomputed). ``input``: what a
-    recomputed layer keeps. ``working``: alive at the peak of a layer's backward beyond what is kept.
+    ``whole``: kept without recomputation. ``kept``: by the layout's policy (under ``budget``, of a layer that
+    is not recomputed). ``input``: what a recomputed layer keeps. ``working``: alive at the peak of a layer's
+    backward beyond what is kept.
     """
 
     whole: Column
@@ -43,8 +45,9 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Columns that every component is made of. ``element``: bytes; ``saved``: of a matmul's input; ``spread``: ranks that split
-    norms and dropout; ``gathered``: that split the inputs of column-parallel matrices; ``tensor``: matrices and heads."""
+    """Columns that every component is made of. ``element``: bytes; ``saved``: of a matmul's input;
+    ``spread``: ranks that split norms and dropout; ``gathered``: that split the inputs of column-parallel
+    matrices; ``tensor``: matrices and heads."""
 
     workload: Workload
     element: Column
@@ -90,8 +93,8 @@ def layer_bytes(
     kept = np.select(
         [policy == 1, policy == 2], [np.broadcast_to(selective, whole.shape), layer_input], whole
     )
-    # Gradients beside what they are made from: of the feed-forward's matrices, then, when those are gone, of the scores; and of the
-    # layer's own in- and output.
+    # Gradients beside what they are made from: of the feed-forward's matrices, then, when those are gone, of
+    # the scores; and of the layer's own in- and output.
     gradients = np.maximum(middle_gradient, _score_gradients(parts, scores) - middle) + 2 * layer_input
     again = np.where(policy == 3, np.where(layouts["recomputed_layers"] > 0, whole, 0.0), whole - kept)
     tokens = tokens_of(workload, layouts)
@@ -123,7 +126,8 @@ def _parts(workload: Workload, stack: Stack, traits: MemoryTraits, layouts: Layo
 def _norms(parts: _Parts) -> Column:
     """Inputs of norms, and dropout's masks of a byte after attention and feed-forward.
 
-    Where a root-mean-square norm is a chain of 32-bit kernels (not ``fused``), its input in 32 bits and its quotient are kept, too.
+    Where a root-mean-square norm is a chain of 32-bit kernels (not ``fused``), its input in 32 bits and its
+    quotient are kept, too.
     """
     workload = parts.workload
     chain = 8.0 if not parts.joined and not workload.norm_bias else 0.0
@@ -132,7 +136,8 @@ def _norms(parts: _Parts) -> Column:
 
 
 def _attention(parts: _Parts) -> Column:
-    """The projections' input; queries, keys and values; attention's output. Low-rank attention has its compressed vectors, too."""
+    """The projections' input; queries, keys and values; attention's output. Low-rank attention has its
+    compressed vectors, too."""
     workload = parts.workload
     into = parts.saved * workload.hidden / parts.gathered
     # Queries, keys, values and output have (a + k)·2d elements; low-rank attention makes keys for every head.
@@ -178,7 +183,8 @@ def _dense(parts: _Parts, size: float, frozen: bool) -> tuple[Column, Column]:
 
 
 def _experts(parts: _Parts, layouts: Layouts, stack: Stack, frozen: bool) -> tuple[Column, Column]:
-    """Of a layer of experts on its busiest rank: copies of tokens sent out and their results, experts, router, shared experts.
+    """Of a layer of experts on its busiest rank: copies of tokens sent out and their results, experts,
+    router, shared experts.
 
     Experts that are split over the tensor group gather its tokens; else the group's tokens are shared out among it.
     """
@@ -202,7 +208,8 @@ def _experts(parts: _Parts, layouts: Layouts, stack: Stack, frozen: bool) -> tup
 
 
 def _operators(parts: _Parts, traits: MemoryTraits, mixture: bool, middle: Column) -> Column:
-    """Kept by a policy over operators: every second matmul (queries, values, the feed-forward's first) or all, and attention's output.
+    """Kept by a policy over operators: every second matmul (queries, values, the feed-forward's first) or
+    all, and attention's output.
 
     Where kernels are launched one by one, outputs that nothing needs are held, too: the last matmul's.
     """

@@ -1,4 +1,5 @@
-"""Bytes that live between steps: parameters, gradients and the optimizer's state of each stage's rank, and where they lie.
+"""Bytes that live between steps: parameters, gradients and the optimizer's state of each stage's rank, and
+where they lie.
 
 Rajbhandari et al. 2020 (ZeRO, section 5), Ψ elements a rank before sharding over N, half precision with 32-bit masters:
 
@@ -29,8 +30,8 @@ __all__ = ["Places", "State", "places_of", "state_of"]
 class Places:
     """Ranks of a pipeline that may hold most: the first, the second and the last. Arrays (3, layouts).
 
-    ``rank``: its place; ``first`` and ``last``: whether it has the embedding, the head; ``layers`` and ``mixture``: how many it has,
-    and how many of them are of experts.
+    ``rank``: its place; ``first`` and ``last``: whether it has the embedding, the head; ``layers`` and
+    ``mixture``: how many it has, and how many of them are of experts.
     """
 
     rank: Column
@@ -49,8 +50,8 @@ class Places:
 class State:
     """Bytes of each place, arrays (3, layouts), on the device; ``hosted`` etc.: of a rank, elsewhere.
 
-    ``gathers``: around a layer's backward; ``head_gathers``: around the loss's. ``temporary``: at the step. ``away``: bytes of a
-    rank by tier (``cpu``, ``nvme``, ``remote``).
+    ``gathers``: around a layer's backward; ``head_gathers``: around the loss's. ``temporary``: at the step.
+    ``away``: bytes of a rank by tier (``cpu``, ``nvme``, ``remote``).
     """
 
     parameters: Column
@@ -145,7 +146,8 @@ def _element_bytes(traits: MemoryTraits, layouts: Layouts) -> tuple[Column, Colu
 
 
 def _elements(workload: Workload, stack: Stack, layouts: Layouts, places: Places) -> tuple[Column, Column]:
-    """Of each place: what all data ranks have, and experts. A tied table lies on the first rank and, once more, on the last."""
+    """Of each place: what all data ranks have, and experts. A tied table lies on the first rank and, once
+    more, on the last."""
     tensor = layouts["tensor"].astype(np.float64)
     norms = workload.norm_parameters
     rest = workload.layer_parameters(mixture=False) - norms
@@ -175,10 +177,11 @@ def _gathers(
     elements: Column,
     trained: float,
 ) -> tuple[Column, Column]:
-    """Under ZeRO 3: blocks in use and ahead, with a block's whole gradients in both precisions; embedding and head around the loss.
+    """Under ZeRO 3: blocks in use and ahead, with a block's whole gradients in both precisions; embedding and
+    head around the loss.
 
-    A pipeline keeps its stage gathered, and its gradients whole, over the micro-batches of a step. Weights that lie elsewhere come
-    for each use.
+    A pipeline keeps its stage gathered, and its gradients whole, over the micro-batches of a step. Weights
+    that lie elsewhere come for each use.
     """
     tensor = layouts["tensor"].astype(np.float64)
     mixture = workload.mixture_layers > 0
@@ -214,8 +217,8 @@ def _offloaded(
 ) -> tuple[dict[str, Column], Column, Column, Column]:
     """Bytes by tier of a rank, and what stays: parameters, optimizer state, gradients.
 
-    Gradients leave with the optimizer's state, whose update reads them (ZeRO-Offload, Ren et al. 2021), where they are sharded; else
-    the device sums them and sends them at the step.
+    Gradients leave with the optimizer's state, whose update reads them (ZeRO-Offload, Ren et al. 2021), where
+    they are sharded; else the device sums them and sends them at the step.
     """
     stage = layouts["zero_stage"]
     optimizer_tier, parameter_tier = layouts["optimizer_offload"], layouts["parameter_offload"]

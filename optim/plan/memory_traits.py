@@ -1,9 +1,10 @@
 """What software keeps in memory beside a model's own numbers: facts about it, and at most two fitted scalars each.
 
-:file:`memory.toml` has a table for each kind of software and says which stacks (:mod:`trine.optim.plan.constants`) are of it; a kind
-with a ``family`` takes from that what it does not state.
-Facts come from its source and documentation, named beside each; ``fragmentation`` and ``fixed_bytes`` were fitted to published
-peaks by ``benchmarks/planner_memory.py``, which prints how far off they are on tables that they had no part in.
+:file:`memory.toml` has a table for each kind of software and says which stacks
+(:mod:`trine.optim.plan.constants`) are of it; a kind with a ``family`` takes from that what it does not
+state. Facts come from its source and documentation, named beside each; ``fragmentation`` and ``fixed_bytes``
+were fitted to published peaks by ``benchmarks/planner_memory.py``, which prints how far off they are on
+tables that they had no part in.
 """
 
 from __future__ import annotations
@@ -22,28 +23,34 @@ __all__ = ["MemoryTraits", "memory_spread", "memory_traits"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryTraits:
-    """Of a kind of software. Bytes are of an element in half precision; in fp32 weights, gradients and two moments have 4 each.
+    """Of a kind of software. Bytes are of an element in half precision; in fp32 weights, gradients and two
+    moments have 4 each.
 
-    ``masters``: weights are kept in 16 bits beside 32-bit masters; else they are 32-bit and cast where used. ``bf16_gradient_bytes``
-    and ``fp16_gradient_bytes``: of all gradients that are held until the step (DeepSpeed's optimizer with 32-bit sums beside gradients in bf16 is
-    for stages below 2: from there ``fp16_gradient_bytes`` counts). ``keeps_gradients``: they, or a pool of
-    their own, stay from step to step; else backward makes them in what activations leave. ``step_bytes``: of a rank's share of the
-    optimizer's state, more while it updates under ZeRO, in one piece (``flat_step``) or parameter by parameter. ``gradient_copies``: buckets that repeat the gradients (DDP's).
-    ``bucket_bytes``: fixed buffers of gradient reduction and gathers, where there are several data ranks.
+    ``masters``: weights are kept in 16 bits beside 32-bit masters; else they are 32-bit and cast where used.
+    ``bf16_gradient_bytes`` and ``fp16_gradient_bytes``: of all gradients that are held until the step
+    (DeepSpeed's optimizer with 32-bit sums beside gradients in bf16 is for stages below 2: from there
+    ``fp16_gradient_bytes`` counts). ``keeps_gradients``: they, or a pool of their own, stay from step to
+    step; else backward makes them in what activations leave. ``step_bytes``: of a rank's share of the
+    optimizer's state, more while it updates under ZeRO, in one piece (``flat_step``) or parameter by
+    parameter. ``gradient_copies``: buckets that repeat the gradients (DDP's). ``bucket_bytes``: fixed buffers
+    of gradient reduction and gathers, where there are several data ranks.
 
-    ``logit_copies``: 32-bit copies of the logits when the loss's backward peaks; ``split_logit_copies``: where the vocabulary is
-    split over tensor ranks. ``keeps_half_logits``: the block of the 16-bit ones is held then, too.
-    ``keeps_outputs``: a stage keeps its output for each micro-batch in flight, and one message more; else frees it when sent.
-    ``keeps_gathered``: what sequence parallelism gathers before matmuls is saved; else saved split and gathered again.
-    ``operators``: of which matmuls selective recomputation keeps the outputs, with attention's; ``none``: it keeps all but the scores.
-    ``fp8_input_bytes``: of an element of a matmul's saved input under fp8; ``fp8_weight_bytes``: of fp8 copies of the weights.
-    ``prefetch``: blocks gathered ahead under ZeRO 3. ``live_parameters``: that ZeRO 3 leaves gathered, 0 for those blocks alone.
-    ``context_bytes``: the device's context with the code of kernels.
+    ``logit_copies``: 32-bit copies of the logits when the loss's backward peaks; ``split_logit_copies``:
+    where the vocabulary is split over tensor ranks. ``keeps_half_logits``: the block of the 16-bit ones is
+    held then, too. ``keeps_outputs``: a stage keeps its output for each micro-batch in flight, and one
+    message more; else frees it when sent. ``keeps_gathered``: what sequence parallelism gathers before
+    matmuls is saved; else saved split and gathered again. ``operators``: of which matmuls selective
+    recomputation keeps the outputs, with attention's; ``none``: it keeps all but the scores.
+    ``fp8_input_bytes``: of an element of a matmul's saved input under fp8; ``fp8_weight_bytes``: of fp8
+    copies of the weights. ``prefetch``: blocks gathered ahead under ZeRO 3. ``live_parameters``: that ZeRO 3
+    leaves gathered, 0 for those blocks alone. ``context_bytes``: the device's context with the code of
+    kernels.
 
-    ``shards_optimizer``: its state is divided over data ranks where a layout names no stage. ``family``: the kind whose fitted constants it has.
+    ``shards_optimizer``: its state is divided over data ranks where a layout names no stage. ``family``: the
+    kind whose fitted constants it has.
 
-    Fitted: ``fragmentation``, what the allocator holds beyond tensors, as a share of them; ``fixed_bytes``, workspaces and what else
-    is counted nowhere.
+    Fitted: ``fragmentation``, what the allocator holds beyond tensors, as a share of them; ``fixed_bytes``,
+    workspaces and what else is counted nowhere.
     """
 
     kind: str
