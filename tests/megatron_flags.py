@@ -67,6 +67,7 @@ MEGATRON: dict[str, object] = {
     "--expert-model-parallel-size": int,
     "--expert-tensor-parallel-size": int,
     "--num-virtual-stages-per-pipeline-rank": int,
+    "--pipeline-model-parallel-layout": str,
     "--use-distributed-optimizer": bool,
     "--use-megatron-fsdp": bool,
     "--data-parallel-sharding-strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),

@@ -41,6 +41,8 @@ def _cannot_say(config: Config, key: str, value: Any) -> str | None:
         "communication.bucket_mib",
     ):
         return f'{key} = "auto" is measured by Trine\'s own engine: write a number under engine = "deepspeed", {torch_engine}'
+    if value == "auto" and key in ("offload.optimizer", "offload.parameters"):
+        return f'{key} = "auto" places state by heat, as Trine\'s own engine does: write "cpu" or "nvme", {torch_engine}'
     if key == "zero.reshard_after_forward" and (isinstance(value, bool) or stage != 3):
         return (
             f"{key}: DeepSpeed takes the size of its second partition there (zero_hpz_partition_size), under zero.stage = 3: write a "

@@ -80,8 +80,7 @@ def _processes(exported: Exported, account: Account) -> Tables:
 
 def _fsdp(exported: Exported, account: Account) -> Tables:
     """Of the second version; parameters' blocks are the program's to name, or Transformers' own."""
-    config = exported.config
-    zero, offload, checkpointing = config.zero, config.offload, config.checkpointing
+    zero = exported.config.zero
     if zero.stage == 0:
         account.notes(
             "zero.stage = 0: degrees beside data parallelism go with FSDP alone there: written as stage 2"
@@ -100,21 +99,26 @@ def _fsdp(exported: Exported, account: Account) -> Tables:
         "zero.reshard_after_forward", "it frees parameters or keeps them, and knows no second group"
     )
     account.misses("zero.prefetch", "FSDP2 fetches a block ahead by itself")
-    found: Tables = {
+    return {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": frees,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_offload_params": offload.optimizer == offload.parameters == "cpu",
-    }
-    if found["fsdp_offload_params"]:
+    } | _fsdp_memory(exported, account)
+
+
+def _fsdp_memory(exported: Exported, account: Account) -> Tables:
+    """What FSDP moves to host memory, and what is recomputed."""
+    offload, checkpointing = exported.config.offload, exported.config.checkpointing
+    moves = offload.optimizer == offload.parameters == "cpu"
+    if moves:
         account.says("offload.optimizer", "offload.parameters")
     for key in ("optimizer", "parameters"):
         account.misses(
             f"offload.{key}", "it puts parameters, gradients and optimizer state into host memory, or none"
         )
     full = checkpointing.mode == "full"
-    found["fsdp_activation_checkpointing"] = full
+    found: Tables = {"fsdp_offload_params": moves, "fsdp_activation_checkpointing": full}
     if full:
         account.says("checkpointing.mode")
     if full and offload.activations == "cpu":
@@ -190,36 +194,23 @@ def _deepspeed(exported: Exported, account: Account) -> Tables:
 def _megatron(exported: Exported, account: Account) -> Tables:
     """Fields of ``MegatronLMPlugin``."""
     config = exported.config
-    parallel, batch = config.parallel, exported.batch
-    account.says(
-        "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert", "parallel.data"
-    )
+    parallel = config.parallel
+    account.says("parallel.tensor", "parallel.context", "parallel.expert", "parallel.data")
     account.says("parallel.loss")  # its head is always cut over the vocabulary
-    found: Tables = {"tp_degree": parallel.tensor, "pp_degree": parallel.pipeline}
+    found: Tables = {"tp_degree": parallel.tensor}
     if parallel.context > 1:
         found["context_parallel_size"] = parallel.context
     if parallel.expert > 1:
         found["expert_model_parallel_size"] = parallel.expert
         if parallel.tensor > 1:
             found["expert_tensor_parallel_size"] = 1  # experts stay whole
-    if batch.count is not None:
-        account.says("parallel.microbatches", "accumulation.steps")
-        found["num_micro_batches"] = batch.count
-    account.misses("parallel.microbatches", "how many is not known")
-    if (parallel.schedule or "1f1b").lower() == "1f1b":
-        account.says("parallel.schedule")
-    account.misses("parallel.schedule", "it has 1F1B: written as that")
-    account.misses(
-        "parallel.chunks",
-        "interleaved stages are no key of the file: num_layers_per_virtual_pipeline_stage of the plugin",
-    )
-    account.misses("parallel.split", "stages are equal")
     if parallel.tensor == 1:
         account.misses(
             "parallel.sequence", "the sequence is split over tensor ranks, and parallel.tensor is 1"
         )
     found["sequence_parallelism"] = parallel.sequence and parallel.tensor > 1
     account.says("parallel.sequence")
+    found |= _megatron_pipeline(exported, account)
     found["use_distributed_optimizer"] = config.zero.stage >= 1
     if config.zero.stage > 1:
         account.misses("zero.stage", "the distributed optimizer shards optimizer state alone: written as 1")
@@ -232,6 +223,30 @@ def _megatron(exported: Exported, account: Account) -> Tables:
         account.says("offload.optimizer")
         found |= {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
     return {f"megatron_lm_{name}": value for name, value in found.items()}
+
+
+def _megatron_pipeline(exported: Exported, account: Account) -> Tables:
+    parallel, batch, workload = exported.config.parallel, exported.batch, exported.workload
+    account.says("parallel.pipeline")
+    found: Tables = {"pp_degree": parallel.pipeline}
+    if batch.count is not None:
+        account.says("parallel.microbatches", "accumulation.steps")
+        found["num_micro_batches"] = batch.count
+    account.misses("parallel.microbatches", "how many is not known")
+    if (parallel.schedule or "1f1b").lower() == "1f1b":
+        account.says("parallel.schedule")
+    account.misses("parallel.schedule", "it has 1F1B: written as that")
+    account.misses(
+        "parallel.chunks",
+        "interleaved stages are no key of the file: num_layers_per_virtual_pipeline_stage of the plugin",
+    )
+    account.misses("parallel.split", "stages are equal")
+    if workload is not None and workload.layers % parallel.pipeline:
+        account.notes(
+            f"{workload.layers} layers do not divide over {parallel.pipeline} stages, which Megatron-LM wants: "
+            "other_megatron_args of the plugin has pipeline_model_parallel_layout"
+        )
+    return found
 
 
 def _megatron_recomputation(exported: Exported, account: Account) -> Tables:

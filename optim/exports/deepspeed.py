@@ -47,7 +47,8 @@ def export(exported: Exported) -> Written:
             "parallel.pipeline",
             "a pipeline is a PipelineModule that the program makes: megatron-deepspeed has one",
         )
-        for key in ("parallel.schedule", "parallel.chunks", "parallel.microbatches", "parallel.split"):
+        account.misses("parallel.microbatches", "is of the pipeline: written as gradient_accumulation_steps")
+        for key in ("parallel.schedule", "parallel.chunks", "parallel.split"):
             account.misses(key, "is of the pipeline")
     account.notes("gradient_clipping is written as 0.0, which clips nothing: set it to your norm")
     return account.written({"ds_config.json": json.dumps(tables, indent=2) + "\n"})

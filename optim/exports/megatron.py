@@ -91,8 +91,12 @@ def _add_pipeline(flags: Flags, exported: Exported, account: Account) -> None:
     else:
         account.misses("parallel.schedule", "Megatron-LM has 1F1B, and interleaved stages: written as that")
     account.says("parallel.chunks")
-    if chunks > 1:
-        _add_virtual_stages(flags, exported, chunks)
+    _add_stages(flags, exported, chunks)
+    count = exported.batch.count
+    if chunks > 1 and count is not None and count % parallel.pipeline:
+        account.notes(
+            f"interleaved stages run in rounds of {parallel.pipeline} micro-batches, and a step has {count}"
+        )
     if parallel.split in ("auto", "layers"):
         account.says("parallel.split")
     account.misses("parallel.split", "it takes counts of layers: --pipeline-model-parallel-layout says any")
@@ -106,12 +110,21 @@ def _chunks(exported: Exported) -> int:
     return max(parallel.chunks, _VIRTUAL_STAGES.get((parallel.schedule or "1f1b").lower(), 1))
 
 
-def _add_virtual_stages(flags: Flags, exported: Exported, chunks: int) -> None:
-    """By layers where they divide, which older releases take too; else by number."""
+def _add_stages(flags: Flags, exported: Exported, chunks: int) -> None:
+    """Equal stages by their layers, which older releases take too; unequal ones one by one; by number where layers are not known.
+
+    Megatron refuses layers that do not divide, unless a layout says where each is: E embedding, t layers, L loss, | between
+    stages (``pipeline_parallel_layer_layout.py``).
+    """
     stages = exported.config.parallel.pipeline * chunks
-    if exported.workload is not None and exported.workload.layers % stages == 0:
-        flags.add("--num-layers-per-virtual-pipeline-stage", exported.workload.layers // stages)
-    else:
+    layers = None if exported.workload is None else exported.workload.layers
+    if layers is not None and layers % stages:
+        counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        middle = "|".join(f"t*{count}" if count else "" for count in counts)
+        flags.add("--pipeline-model-parallel-layout", f"E{middle}L")
+    elif chunks > 1 and layers is not None:
+        flags.add("--num-layers-per-virtual-pipeline-stage", layers // stages)
+    elif chunks > 1:
         flags.add("--num-virtual-stages-per-pipeline-rank", chunks)
 
 

@@ -113,6 +113,12 @@ def test_there_and_back_is_what_it_says(config: Config) -> None:
     silent: dict[str, Any] = {"engine": "torch", "parallel.data": "auto"}
     if config.precision.dtype == "fp32":  # which it says by nothing
         silent["precision.dtype"] = None
+    if config.precision.loss_scale == "auto":  # as is its default
+        silent["precision.loss_scale"] = None
+    if config.precision.master_weights:  # gradients travel in the parameters' type
+        silent["communication.compression"] = "none"
+    if config.parallel.pipeline > 1 and config.parallel.microbatches:  # as it is written, and named
+        silent["accumulation.steps"] = config.parallel.microbatches
     if config.communication.overlap or config.zero.stage >= 2:
         silent["communication.overlap"] = None
     if config.zero.stage >= 2:
@@ -145,10 +151,11 @@ def test_what_deepspeed_cannot_say_is_named_without_repeating_itself() -> None:
             "parallel.pipeline": 2,
             "communication.bucket_mib": "auto",
             "parallel.shard": 4,
+            "offload.optimizer": "auto",
         }
     )
     written = write("deepspeed", Exported(config))
     assert cases.named(written) >= set(config.changes()) - {"zero.stage"}
     for line in written.cannot:
         assert "or train with" not in line and line.count(" = ") <= 3, line
-    assert "zero_hpz_partition_size" not in written.text
+    assert "zero_hpz_partition_size" not in written.text and "offload_optimizer" not in written.text

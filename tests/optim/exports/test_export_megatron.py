@@ -92,6 +92,16 @@ def test_layers_under_a_budget_are_counted_in_every_virtual_stage() -> None:
     assert any("7 layers do not divide over 4 virtual stages" in line for line in more.cannot)
 
 
+def test_layers_that_do_not_divide_are_laid_out_one_by_one() -> None:
+    found = flags(exported_of_layout({"pipeline": 4, "microbatches": 8}, cases.MIXTURE))  # 61 layers
+    assert found["--pipeline-model-parallel-layout"] == "Et*16|t*15|t*15|t*15L"
+    row = {"pipeline": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 8}
+    found = flags(exported_of_layout(row, cases.DENSE.with_changes(layers=3)))
+    assert found["--pipeline-model-parallel-layout"] == "Et*1|t*1|t*1|L"
+    assert "--num-layers-per-virtual-pipeline-stage" not in found
+    assert "--pipeline-model-parallel-layout" not in flags(exported_of_layout(row, cases.DENSE))
+
+
 def test_a_mixture_with_latent_attention() -> None:
     exported = exported_of_layout(
         {"data": 16, "expert": 64, "tensor": 4, "sequence": 1, "zero_stage": 1}, cases.MIXTURE
@@ -172,6 +182,13 @@ for line in sys.stdin:
     if "recompute_modules" in kept:
         kept["recompute_modules"] = [kept["recompute_modules"]]
     kept.pop("moe_layer_freq", None), kept.pop("window_size", None), kept.pop("attention_backend", None)
+    layout = given.get("pipeline_model_parallel_layout")
+    if layout:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+        laid = PipelineParallelLayerLayout.from_str(layout, given["pipeline_model_parallel_size"])
+        kept["virtual_pipeline_model_parallel_size"] = laid.virtual_pipeline_model_parallel_size
+        kept["pipeline_model_parallel_layout"] = laid
+        laid.validate_layer_layout(num_layers=given["num_layers"], mtp_num_layers=0)
     stages = given.get("num_layers_per_virtual_pipeline_stage")
     if stages:
         size = given["num_layers"] // given["pipeline_model_parallel_size"] // stages
