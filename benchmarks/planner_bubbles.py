@@ -11,7 +11,7 @@ own first action to its own last. Their profile is public (the paper's appendix;
 
 *profiled*: their F, B, W and message times go into the simulator. What is left is the orders, the automatic scheduler and the
 simulator. *dimensions*: the times themselves come from the planner's operators for the model's dimensions, with five
-constants of that machine and software (matmul, memory, B over the operators' own, message latency and bandwidth) fitted on
+constants of that machine and software (matmul, memory, B over F, message latency and bandwidth) fitted on
 the profiles of the *other three* models, so no row has seen its own. *package*: the same with the package's constants, which
 know nothing of this machine's software.
 
@@ -147,8 +147,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Constants of the machine and its software: shares of the best matmul's and the memory's rate, B over the operators'
-    own, and of a message."""
+    """Constants of the machine and its software: shares of the best matmul's and the memory's rate, B over F, and of a message."""
 
     matmul: float
     memory: float
@@ -243,15 +242,13 @@ def fit(hidden: int) -> Machine:
         if size.hidden != hidden
     }
 
-    # Logarithms of profiled over modelled: (models, shares, F B W).
-    ratios = np.stack([np.log(mean[:3] / stages_s(size, SHARES)) for size, mean in means.items()])
-    inputs = ratios[..., 1].mean(axis=0)
-    loss = np.square(ratios[..., ::2]).sum(axis=(0, 2)) + np.square(ratios[..., 1] - inputs).sum(axis=0)
-    best = int(np.argmin(loss))
-    matmul, memory = SHARES[best]
+    # Logarithms of profiled over modelled F and W: (models, shares, 2).
+    ratios = np.stack([np.log(mean[[0, 2]] / stages_s(size, SHARES)[:, ::2]) for size, mean in means.items()])
+    matmul, memory = SHARES[int(np.argmin(np.square(ratios).sum(axis=(0, 2))))]
+    by_input = float(np.exp(np.mean([np.log(mean[1] / mean[0]) for mean in means.values()])))
     sizes = np.array([size.message_bytes for size in means])
     slope, latency = np.polyfit(sizes, [mean[3] for mean in means.values()], 1)
-    return Machine(matmul, memory, float(np.exp(inputs[best])), float(latency), float(1 / slope))
+    return Machine(matmul, memory, by_input, float(latency), float(1 / slope))
 
 
 # --- rates ------------------------------------------------------------------------------------------------
@@ -296,7 +293,7 @@ def _scored(row: Row) -> Scored:
     machine = fit(row.hidden)
     times = stages_s(row.size, ((machine.matmul, machine.memory),))[0].tolist()
     message = machine.latency_s + row.size.message_bytes / machine.bytes_per_s
-    rates["dimensions"] = rate_of(row, (times[0], times[1] * machine.by_input, times[2]), message)
+    rates["dimensions"] = rate_of(row, (times[0], times[0] * machine.by_input, times[2]), message)
     return Scored(row, rates)
 
 
