@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -210,3 +211,20 @@ def test_published_runs_are_met(planner: ModuleType, rows: ModuleType, tables: P
     assert found["coverage"] > 0.95 and found["configs_per_minute"] > 100_000
     assert found["step_error_median"] < 0.08 and found["step_error_p90"] < 0.2
     assert found["tau_single"] > 0.85
+
+
+@pytest.mark.slow
+def test_the_page_says_what_the_score_says(planner: ModuleType, rows: ModuleType, tables: Path) -> None:
+    text = (BENCHMARKS.parent / "docs" / "plan.md").read_text(encoding="utf-8")
+    found = planner.score(*rows.read_runs(tables / "training_runs.csv"))["summary"]
+    said = {
+        name: float(value) / (100 if percent else 1)
+        for name, value, percent in (
+            ("step_error_median", re.search(r"median of per-table medians.*?\| ([\d.]+) %", text)[1], True),  # type: ignore[index]
+            ("step_error_p90", re.search(r"p90 of per-table medians \| ([\d.]+) %", text)[1], True),  # type: ignore[index]
+            ("tau_single", re.search(r"one node \| ([\d.]+)", text)[1], False),  # type: ignore[index]
+            ("regret_multi", re.search(r"several nodes \| [\d.]+ \| ([\d.]+) %", text)[1], True),  # type: ignore[index]
+        )
+    }
+    for name, value in said.items():
+        assert found[name] == pytest.approx(value, abs=0.006), name
