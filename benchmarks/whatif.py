@@ -2,6 +2,7 @@
 
     python benchmarks/whatif.py                       train_gpt.py and train_vision.py on two gloo ranks, under six minutes
     python benchmarks/whatif.py gpt --seconds 40      one of them, with so long to measure all its changes
+    python benchmarks/whatif.py --calibrate           the same with a calibration of now
     python benchmarks/whatif.py --format json
 
 The machine is calibrated first (``trine hardware --calibrate``; a calibration of the last day is taken as it is), then the
@@ -82,14 +83,14 @@ class Row:
 # --- parts -------------------------------------------------------------------------------------
 
 
-def calibrate() -> None:
-    """Measure this machine, unless that was done within a day."""
+def calibrate(anew: bool) -> None:
+    """Measure this machine, unless that was done within a day and ``anew`` is not asked."""
     from trine.record.hardware import cache_folder, calibrated, processor_name
 
     kept = calibrated(processor_name(), 1)
     folder = cache_folder() / "hardware"
     age = min((time.time() - path.stat().st_mtime for path in folder.glob("*.json")), default=FRESH_S)
-    if kept is not None and kept.operations and age < FRESH_S:
+    if not anew and kept is not None and kept.operations and age < FRESH_S:
         return
     _run([sys.executable, "-m", "trine", "hardware", "--calibrate", "--no-observer"])
 
@@ -198,7 +199,6 @@ def _stepper(
     """Steps of a model of its own with a change; those of ``plain`` by the loop that was recorded."""
     import importlib
 
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
     import trine
@@ -225,7 +225,6 @@ def _stepper(
         for _ in range(IN_A_ROW):
             engine.train_step(next(taken))
 
-    del torch
     return step
 
 
@@ -265,6 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=75.0, help="to measure one sample's changes (default 75)"
     )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="anew, though there is a calibration of today"
+    )
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -274,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = sorted(set(arguments.samples) - set(SAMPLES))
     if unknown:
         parser.error(f"no sample {unknown[0]!r}: choose from {', '.join(SAMPLES)}")
-    calibrate()
+    calibrate(arguments.calibrate)
     rows: list[Row] = []
     said: list[str] = []
     for sample in arguments.samples or SAMPLES:

@@ -196,11 +196,11 @@ def _memory_bytes() -> int | None:
 
 
 def _calibrate(ranks: int | None) -> None:
-    from trine._calibrate_codecs import codecs_of
+    from trine.optim.runtime.exchange.calibration import codecs_of
     from trine.profiler.calibrate import calibrate_all
 
     for peaks in calibrate_all(ranks, tell=lambda message: _tell(f"measuring {message}")):
-        peaks = replace(peaks, operations=[*peaks.operations, *codecs_of(peaks, ranks or 2)])
+        peaks = replace(peaks, operations=[*peaks.operations, *codecs_of(peaks.threads, ranks or 2)])
         try:
             path = store_calibration(peaks)
         except OSError as error:

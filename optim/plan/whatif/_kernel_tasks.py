@@ -62,7 +62,10 @@ def _tasks(rank: Rank, host: Table, device: Table, rows: Array, start: int, end:
     stops = _blocking(host, start, end)
     sizes = _bytes_by_row(rank.collectives)
     tasks: list[Task] = []
-    at, ends, last_compute, counts, newest = start, [], None, {}, {}
+    at, last_compute = start, None
+    ends: list[tuple[int, int]] = []  # transfers, and when each ended
+    counts: dict[str, int] = {}
+    newest: dict[int, int] = {}  # stream → its newest task
     place = 0
     for row, launch in zip(rows.tolist(), launched.tolist(), strict=True):
         while place < len(stops) and stops[place][0] <= launch:

@@ -59,7 +59,8 @@ def _rebucketed(step: RankStep, link: Link, cap: float, first: float, overlapped
     sent = sum(task.bytes for task in step.tasks if is_gradient(task))
     known = sum(task.gradient_bytes for task in step.tasks)
     scale = sent / known if known else 1.0  # gradients of another dtype than is assumed
-    buckets, filled = [], 0.0
+    buckets: list[Task] = []
+    filled = 0.0
     last = max(place for place, task in enumerate(step.tasks) if task.gradient_bytes)
     ends: dict[int, Task] = {}
     for place, task in enumerate(step.tasks):

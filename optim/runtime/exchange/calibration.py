@@ -1,0 +1,40 @@
+"""What codecs of gradients cost on this machine: rows of a calibration (``trine hardware --calibrate``) for what-ifs.
+
+    {"operation": "codec", "dtype": "int8", "bytes": 4194304, "seconds": 2.1e-3, "ratio": 3.9, "ranks": 2}
+
+``bytes`` are those of the plain gradients, ``ratio`` how many times fewer are sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trine.optim.config import Communication
+from trine.optim.runtime.exchange.break_even import measure_codec
+
+__all__ = ["NAMES", "codecs_of"]
+
+NAMES = ("bf16", "fp16", "int8", "qsgd", "powersgd", "onebit", "terngrad")
+#: The gradients are one matrix of so many rows and columns.
+SIDE = 1024
+
+
+def codecs_of(threads: int | None, ranks: int = 2) -> list[dict[str, Any]]:
+    """Each codec with so many of PyTorch's threads on the CPU, or on the first device where ``threads`` is None."""
+    device = torch.device("cpu" if threads is not None else "cuda")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads or before)
+        sample = {"weight": torch.zeros(SIDE, SIDE, device=device)}
+        return [_row(name, sample, ranks, device) for name in NAMES]
+    finally:
+        torch.set_num_threads(before)
+
+
+def _row(name: str, sample: dict[str, torch.Tensor], ranks: int, device: torch.device) -> dict[str, Any]:
+    ratio, seconds, elements = measure_codec(Communication(compression=name), sample, ranks, device)
+    return {
+        "operation": "codec", "dtype": name, "bytes": 4 * elements, "seconds": seconds, "ratio": ratio, "ranks": ranks,
+    }  # fmt: skip
