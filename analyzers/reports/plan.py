@@ -173,7 +173,12 @@ def _ranked(plan: Plan) -> Iterator[Block]:
         (str(rank), _rest(one), one.bound.partition(",")[0], one.lost_by or "the best")
         for rank, one in enumerate(plan.ranked, 1)
     ]
-    yield Table(choices, tuple(rest))
+    yield Table(choices, tuple(rest), note=_batch_words(plan.best))
+
+
+def _batch_words(one: Candidate) -> str:
+    size, times = one.layout["micro_batch"], one.layout["microbatches"]
+    return f"{size} x {times}: micro-batches of {size} sequence{'' if size == 1 else 's'}, {times} of them a step"
 
 
 def _parts(plan: Plan) -> Bars:

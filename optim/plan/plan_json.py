@@ -81,7 +81,8 @@ def _quality(plan: Plan) -> list[dict[str, str]]:
         found.append(
             ("no-largest", "the largest micro-batch and context of any layout are looked for with --largest")
         )
-    return [{"id": name, "severity": "info", "message": message} for name, message in found]
+    notes = [{"id": name, "severity": "info", "message": message} for name, message in found]
+    return notes + [{"id": "not-fitted", "severity": "warning", "message": text} for text in plan.unfitted]
 
 
 def _options(problem: Problem) -> dict[str, Any]:

@@ -76,7 +76,8 @@ class Candidate:
 class Plan:
     """``ranked``: for each way to divide the devices its fastest layout, the best first. ``front``: layouts that no other beats in
     both step time and memory. ``alternatives``: the winner with one thing changed, and what that costs. ``losers``: how many
-    shapes lost to the winner mostly by what. ``jitter``: variation of the best one's steps, None for few devices."""
+    shapes lost to the winner mostly by what. ``assumptions``: what the figures rest on; ``unfitted``: those of them whose
+    constants no run was fitted on. ``jitter``: variation of the best one's steps, None for few devices."""
 
     problem: Problem
     ranked: tuple[Candidate, ...]
@@ -88,6 +89,7 @@ class Plan:
     largest: Limits | None
     jitter: Interval | None
     assumptions: tuple[str, ...]
+    unfitted: tuple[str, ...]
     tally: Tally
     convention: Convention = _CONVENTION
 
@@ -206,6 +208,7 @@ class _Writer:
             largest=limits_of_any(self.searcher) if largest else None,
             jitter=_variation(self.problem, best.step.value),
             assumptions=self._assumptions(best),
+            unfitted=self._unfitted(),
             tally=self.searcher.tally,
         )
 
@@ -316,22 +319,36 @@ class _Writer:
                 counts[part_words(names[position])] = count
         return {name: count for name, count in counts.most_common() if count}
 
-    def _assumptions(self, best: Candidate) -> tuple[str, ...]:
+    def _constants(self) -> list[tuple[str, str]]:
+        """What constants the plan rests on, and where they come from."""
         problem, cluster = self.problem, self.problem.cluster
+        device = cluster.device
+        own = "measured on this machine" if device.constants else device_constants(device.family).provenance
         found = [
-            f"software {problem.stack.name}: {problem.stack.provenance or 'starting values'}; another differs by a quarter and more",
-            f"device family {cluster.device.family}: {device_constants(cluster.device.family).provenance}",
+            (f"software {problem.stack.name}", problem.stack.provenance),
+            (f"device family {device.family}", own),
         ]
-        for where, link in (
-            ("inside a node", cluster.inside),
-            ("between nodes", cluster.between if cluster.nodes > 1 else None),
-        ):
+        links = {
+            "inside a node": cluster.inside,
+            "between nodes": cluster.between if cluster.nodes > 1 else None,
+        }
+        for where, link in links.items():
             if link is not None:
                 note = f", {link.note}" if link.note else ""
-                provenance = network_constants(link.kind).provenance
-                found.append(
-                    f"{where} {link.kind} at {link.bandwidth} a device and direction{note}: {provenance}"
+                measured = (
+                    "measured on this machine" if link.constants else network_constants(link.kind).provenance
                 )
+                found.append(
+                    (f"{where} {link.kind} at {link.bandwidth} a device and direction{note}", measured)
+                )
+        return [(what, source or "starting values") for what, source in found]
+
+    def _assumptions(self, best: Candidate) -> tuple[str, ...]:
+        problem = self.problem
+        found = [f"{what}: {source}" for what, source in self._constants()]
+        found.append(
+            f"another software than {problem.stack.name} may differ by a quarter and more on the same layout"
+        )
         if problem.batch_is_usual:
             found.append(
                 f"global batch {problem.global_batch}: nobody said, so about 4 Mi tokens; --global-batch"
@@ -341,6 +358,12 @@ class _Writer:
                 f"{problem.stack.name} does not offer {', '.join(best.beyond)}: planned because it is pinned"
             )
         return tuple(found)
+
+    def _unfitted(self) -> tuple[str, ...]:
+        known = ("fitted on", "measured on")
+        return tuple(
+            f"{what}: {source}" for what, source in self._constants() if not source.startswith(known)
+        )
 
 
 def _mfu_precision(precision: str) -> str:

@@ -230,6 +230,15 @@ def test_the_json_is_strict_and_gives_the_layouts_back(tight: Plan) -> None:
     assert content["search"]["configurations_per_minute"] > 0
 
 
+def test_constants_that_no_run_was_fitted_on_are_a_warning(tight: Plan) -> None:
+    assert tight.unfitted == ()  # torchtitan, Ampere, NVLink, InfiniBand
+    other = cluster(80.0).with_changes(device=cluster().device.with_changes(family="none such"))
+    found = plan(DENSE, other, global_batch=8, stack="trine", top=1, pins=["pipeline=1", "recompute=none"])
+    assert len(found.unfitted) == 2 and all(text in found.assumptions for text in found.unfitted)
+    warned = [each for each in plan_to_dict(found)["data_quality"] if each["severity"] == "warning"]
+    assert [each["id"] for each in warned] == ["not-fitted", "not-fitted"]
+
+
 def test_what_the_json_lacks_has_a_reason() -> None:
     content = plan_to_dict(plan(DENSE, cluster(80.0), global_batch=8, top=1, pins=["recompute=none"]))
     assert content["rows"][0]["cost"] is None and content["largest"] is None

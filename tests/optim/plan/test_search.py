@@ -34,6 +34,9 @@ CASES = {
 
 #: Weighed in seconds, not tenths of one.
 SLOW = {
+    "experts",
+    "a budget alone",
+    "kept on devices",
     "several precisions",
     "two kinds of recomputation",
     "three nodes",
