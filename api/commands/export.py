@@ -13,8 +13,10 @@ Exit codes: 0; 2 for what is no configuration and no plan, and for degrees that 
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from trine.commands._runs import refuse_overwriting, write_output
@@ -34,7 +36,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         metavar="DIALECT",
-        help="accelerate, colossalai, deepspeed, megatron, megatron-deepspeed, pytorch or torchtitan",
+        help=f"one of {', '.join(_names())}",
     )
     parser.add_argument("--row", type=int, metavar="K", help="which layout of a plan (default: 1, its best)")
     parser.add_argument("--devices", type=int, metavar="N", help="of the job that a configuration is for")
@@ -42,6 +44,14 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write there: a file, or a folder for several"
     )
+
+
+def _names() -> list[str]:
+    """Of the dialects, by their files: help imports none of them, nor the planner that they need."""
+    spec = find_spec("trine.optim.exports")
+    folders = [] if spec is None else spec.submodule_search_locations
+    found = (module.name for module in pkgutil.iter_modules(folders))
+    return sorted(name.replace("_", "-") for name in found if not name.startswith("_"))
 
 
 def run(arguments: argparse.Namespace) -> int:

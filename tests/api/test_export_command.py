@@ -97,7 +97,7 @@ def test_the_help_names_every_dialect(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["export", "--help"])
     out = "".join(capsys.readouterr().out.split())  # names may be broken at their hyphens
-    assert all(name in out for name in dialect_names())
+    assert f"oneof{','.join(dialect_names())}" in out
 
 
 @pytest.mark.parametrize(
