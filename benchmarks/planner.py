@@ -49,11 +49,20 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     found = score(runs, skipped)
     if options.format == "json":
-        print(json.dumps(found, indent=2))
+        print(json.dumps(_plain(found), indent=2, allow_nan=False))
     else:
         _print(found)
         _print_worst(runs, options.worst)
     return 0
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no number for what is not one."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def default_runs() -> Path:
@@ -129,7 +138,10 @@ def _memory(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         if run.memory_gib is None and not run.oom:
             continue
-        found = memory_of(run.workload, run.cluster, run.stack, run.layouts, frozen=run.frozen)
+        try:
+            found = memory_of(run.workload, run.cluster, run.stack, run.layouts, frozen=run.frozen)
+        except TrineError:
+            continue
         if run.oom:
             foreseen.append(not bool(found.fits[0]))
             continue

@@ -141,6 +141,7 @@ def _run(row: Row, table: str, name: str) -> Run:
     cluster = _cluster(row, devices)
     stack = _stack(row)
     layout, batch = _layout(row, workload, stack, devices)
+    cluster.device.peak(str(layout["precision"]))  # which a device may not have
     seconds = row.number("step_time_s")
     rate = row.number("tokens_per_s_gpu")
     oom = (row.number("oom") or 0) > 0 or row.text("oom").lower() in ("true", "yes")
@@ -235,6 +236,8 @@ def _stack(row: Row) -> Stack:
         traits["expert_overlap"] = True
     if "rowwise" in row.text("precision").lower():
         traits["fp8_gain"] = 0.0
+    if "fp4" in row.text("precision").lower():
+        traits["fp8_gain"] = 3.3 if "b300" in row.text("gpu").lower() else 2.0
     return stack.with_traits(**traits) if traits else stack
 
 
@@ -343,7 +346,8 @@ def _recompute(row: Row, workload: Workload, stack: Stack, pipeline: int) -> dic
 def _precision(row: Row, stack: Stack) -> str:
     text = row.text("precision").lower()
     if "fp4" in text:
-        raise Missing("no precision fp4 is planned")
+        row.assume("fp4 as fp8 with two thirds of its peak's gain")
+        return "fp8"
     if "fp8" in text or "mxfp8" in text or "e4m3" in text:
         return "fp8"
     if text == "bf16/fp16" and (day := re.search(r"\b\d\d-\d\d\b", row.text("source_ref"))):
