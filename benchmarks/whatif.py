@@ -280,32 +280,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     said: list[str] = []
     for sample in arguments.samples or SAMPLES:
-        with tempfile.TemporaryDirectory() as folder:
-            record(sample, Path(folder) / "plain")
-            run, answers = predict(Path(folder) / "plain")
-            errors = ", ".join(f"step {index} {error:+.2%}" for index, error in run.replay_errors.items())
-            said.append(f"{sample}: replay error {errors}; {'; '.join(run.graph.notes)}")
-            said += [
-                f"{sample}: {name}: {answer}" for name, answer in answers.items() if isinstance(answer, str)
-            ]
-            measured = measure(sample, arguments.seconds, Path(folder))
-        plain = median(measured["plain"]) * 1e3
-        recorded_ms = float(np.median(run.steady.seconds)) * 1e3
-        said.append(f"{sample}: plain step {recorded_ms:.1f} ms on record, {plain:.1f} ms measured beside the changes "
-                    f"({len(measured['plain'])} rounds)")  # fmt: skip
-        rows += rows_of(sample, answers, measured)
+        found, words = _judged(sample, arguments.seconds)
+        rows += found
+        said += words
     summary = summary_of(rows)
     if arguments.format == "json":
-        print(
-            json.dumps(
-                {
-                    "schema": "trine.whatif_benchmark/1",
-                    "rows": [asdict(row) for row in rows],
-                    "summary": summary,
-                    "notes": said,
-                }
-            )
-        )
+        plain = {"rows": [asdict(row) for row in rows], "summary": summary, "notes": said}
+        print(json.dumps({"schema": "trine.whatif_benchmark/1", **plain}))
     else:
         print("\n".join([*said, "", *_table(rows), ""]))
         print(
@@ -313,6 +294,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{summary['signs_right']} of {summary['signs_judged']} signs right, {summary['rows']} rows"
         )
     return 0
+
+
+def _judged(sample: str, seconds: float) -> tuple[list[Row], list[str]]:
+    """One sample recorded, predicted and only then measured; its rows and what is to be said of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        record(sample, Path(folder) / "plain")
+        run, answers = predict(Path(folder) / "plain")
+        measured = measure(sample, seconds, Path(folder))
+    errors = ", ".join(f"step {index} {error:+.2%}" for index, error in run.replay_errors.items())
+    plain, recorded_ms = median(measured["plain"]) * 1e3, float(np.median(run.steady.seconds)) * 1e3
+    said = [
+        f"{sample}: replay error {errors}; {'; '.join(run.graph.notes)}",
+        *(f"{sample}: {name}: {answer}" for name, answer in answers.items() if isinstance(answer, str)),
+        (
+            f"{sample}: plain step {recorded_ms:.1f} ms on record, {plain:.1f} ms measured beside the changes "
+            f"({len(measured['plain'])} rounds)"
+        ),
+    ]
+    return rows_of(sample, answers, measured), said
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from trine.optim.plan.whatif.graph import LINK, RankStep, Task, fresh
 from trine.optim.plan.whatif.operators import Operator, operator_of
 from trine.record.model import HOST_KINDS, MISSING, Rank, Table
 
-__all__ = ["Span", "phases_at", "spans_of", "steps_of_operators"]
+__all__ = ["Phases", "Span", "spans_of", "steps_of_operators"]
 
 _OPERATOR, _LOADER = HOST_KINDS.index("operator"), HOST_KINDS.index("loader")
 #: A gap between operators of at least this long, in which a collective ends, is waiting.
@@ -50,20 +50,20 @@ def steps_of_operators(rank: Rank) -> list[tuple[int, RankStep]]:
     ):
         if end == MISSING or end <= start:
             continue
-        spans = spans_of(host, start, end)
+        phases = Phases(host, start, end)
+        spans = spans_of(host, start, end, phases)
         if spans:
-            tasks = _with_collectives(spans, rank.collectives, start, end)
+            tasks = _with_collectives(spans, rank.collectives, phases, start, end)
             found.append((index, RankStep(rank.rank, tuple(tasks), (end - start) / 1e9)))
     return found
 
 
-def spans_of(host: Table, start: int, end: int) -> list[Span]:
+def spans_of(host: Table, start: int, end: int, phases: Phases) -> list[Span]:
     """What the host did in a step, spans without overlap in their order."""
     inside = (host["start_ns"] >= start) & (host["end_ns"] <= end) & (host["end_ns"] > host["start_ns"])
     rows = np.flatnonzero(inside & (host["kind"] == _OPERATOR))
     if not len(rows):
         return []
-    phase_of = phases_at(host, start, end)
     texts = host.strings
     shapes, types = host["shapes"], host["types"]
     order = rows[np.lexsort((-host["end_ns"][rows], host["start_ns"][rows]))]
@@ -83,7 +83,7 @@ def spans_of(host: Table, start: int, end: int) -> list[Span]:
         gradient = _gradient_bytes(name, texts.text(int(shapes[row])))
         if operator.kind == "glue" and not gradient:
             continue
-        found.append(Span(begin, stop, name, operator, sequence, gradient, 1, phase_of(begin)))
+        found.append(Span(begin, stop, name, operator, sequence, gradient, 1, phases.at(begin)))
         until = stop
     return found
 
@@ -96,32 +96,57 @@ def _gradient_bytes(name: str, shapes: str | None) -> int:
     return 4 * operator_of("aten::add_", shapes, None).elements
 
 
-def phases_at(host: Table, start: int, end: int) -> Any:
-    """``phase_at(time)`` by what a trace marks: the loader, the first backward function, the optimizer's step."""
-    names = [text or "" for text in host.strings.values]
-    kinds = np.array(
-        [2 if _OPTIMIZER.match(name) else 1 if _BACKWARD.match(name) else 0 for name in names], dtype=np.int8
-    )
-    inside = (host["start_ns"] >= start) & (host["end_ns"] <= end) & (host["name"] >= 0)
-    rows = np.flatnonzero(inside)
-    kind = kinds[host["name"][rows]] if len(names) else np.zeros(len(rows), np.int8)
-    begins, ends = host["start_ns"][rows], host["end_ns"][rows]
-    backward = int(begins[kind == 1].min()) if (kind == 1).any() else end
-    backward_end = int(ends[kind == 1].max()) if (kind == 1).any() else end
-    optimizer = sorted(zip(begins[kind == 2].tolist(), ends[kind == 2].tolist(), strict=True))
-    is_loader = host["kind"][rows] == _LOADER
-    loaded = int(ends[is_loader].max()) if is_loader.any() else start
+class Phases:
+    """Phases of a step's instants, by what a trace marks: the loader, backward functions, the optimizer's step."""
 
-    def phase_at(time: int) -> str:
-        if time < loaded and time < backward:
+    def __init__(self, host: Table, start: int, end: int) -> None:
+        names = [text or "" for text in host.strings.values]
+        kinds = np.array(
+            [2 if _OPTIMIZER.match(name) else 1 if _BACKWARD.match(name) else 0 for name in names],
+            dtype=np.int8,
+        )
+        rows = np.flatnonzero((host["start_ns"] >= start) & (host["end_ns"] <= end) & (host["name"] >= 0))
+        kind = kinds[host["name"][rows]] if len(names) else np.zeros(len(rows), np.int8)
+        begins, ends = host["start_ns"][rows], host["end_ns"][rows]
+        self._backward = int(begins[kind == 1].min()) if (kind == 1).any() else end
+        self._backward_end = int(ends[kind == 1].max()) if (kind == 1).any() else end
+        self._optimizer = _spans(begins[kind == 2], ends[kind == 2])
+        loads = host["kind"][rows] == _LOADER
+        self._loader = _spans(begins[loads], ends[loads])
+
+    def at(self, time: int) -> str:
+        """The phase of an instant, ns."""
+        if any(first <= time < last for first, last in self._loader):
             return "data"
-        if any(first <= time <= last for first, last in optimizer):
+        if any(first <= time <= last for first, last in self._optimizer):
             return "optimizer"
-        if time < backward:
+        if time < self._backward:
             return "forward"
-        return "backward" if time <= backward_end else "other"
+        return "backward" if time <= self._backward_end else "other"
 
-    return phase_at
+    def stretch(self, begin: int, end: int, phase: str | None = None) -> Iterator[Task]:
+        """Host time between two instants as tasks, at least one: what the loader takes of it, and the rest, which is of
+        ``phase`` (by default that of its end)."""
+        phase = self.at(end) if phase is None else phase
+        at = begin
+        for first, last in self._loader:
+            if last <= at or first >= end:
+                continue
+            yield Task((max(first, at) - at) / 1e9, phase)
+            yield Task((min(last, end) - max(first, at)) / 1e9, "data")
+            at = min(last, end)
+        yield Task((end - at) / 1e9, phase)
+
+
+def _spans(begins: Any, ends: Any) -> list[tuple[int, int]]:
+    """Intervals in their order, those that overlap joined."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(zip(begins.tolist(), ends.tolist(), strict=True)):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
 
 
 # --- collectives -------------------------------------------------------------------------------------
@@ -140,57 +165,57 @@ class _Call:
     key: str
 
 
-def _with_collectives(spans: Sequence[Span], table: Table | None, start: int, end: int) -> Iterator[Task]:
+def _with_collectives(
+    spans: Sequence[Span], table: Table | None, phases: Phases, start: int, end: int
+) -> Iterator[Task]:
     """Host tasks with the gaps between them, and the transfers that were issued on the way."""
     calls = _calls(table, start, end)
-    pending = list(calls)
-    at, last = start, fresh()
-    yield Task(0.0, "data", number=last)
     gradients = max((span.end for span in spans if span.gradient_bytes), default=start)
-    for span in [*spans, None]:
-        begin = end if span is None else span.start
-        phase = "other" if span is None else span.phase
-        for task in _gap(at, begin, phase, calls, pending, gradients):
-            last = task.number if task.lane != LINK else last
-            yield task
-        if span is None:
-            return
-        task = Task(
+    gaps = _Gaps(phases, calls, gradients)
+    at = start
+    for span in spans:
+        yield from gaps.between(at, span.start, span.phase)
+        yield Task(
             (span.end - span.start) / 1e9, span.phase, operator=span.operator, name=span.name,
             sequence=span.sequence, events=span.events, gradient_bytes=span.gradient_bytes,
         )  # fmt: skip
-        yield task
-        at, last = span.end, task.number
+        at = span.end
+    yield from gaps.between(at, end, "other")
 
 
-def _gap(
-    begin: int, end: int, phase: str, calls: Sequence[_Call], pending: list[_Call], gradients: int
-) -> Iterator[Task]:
-    """What lies between two spans: glue, what was issued in it, and what was waited for."""
-    at = begin
-    while pending and pending[0].issued < end:
-        call = pending.pop(0)
-        issue = min(max(call.issued, at), end)
-        glue = Task((issue - at) / 1e9, phase)
-        yield glue
-        at = issue
-        yield Task(
-            call.own / 1e9, phase, LINK, _TRANSFER, call.operation, (glue.number,), call.number,
-            issued=call.operation, key=call.key, bytes=call.bytes,
-        )  # fmt: skip
-    # Nobody waits for a bucket while gradients are still to come: a gap before the last is the host's own.
-    waits = begin >= gradients
-    ended = [
-        call
-        for call in calls
-        if at < call.end <= end and call not in pending and (waits or call.operation != "all_reduce")
-    ]
-    until = max((call.end for call in ended), default=at)
-    if end - at >= LEAST_WAIT_NS and ended and until - at >= LEAST_WAIT_NS:
-        yield Task(0.0, phase, operator=_WAIT, after=tuple(call.number for call in ended))
-        yield Task((end - until) / 1e9, phase)
-    else:
-        yield Task((end - at) / 1e9, phase)
+class _Gaps:
+    """What lies between spans: glue, what was issued in it, and what was waited for; asked for in their order."""
+
+    def __init__(self, phases: Phases, calls: Sequence[_Call], gradients: int) -> None:
+        self._phases, self._calls, self._gradients = phases, calls, gradients
+        self._issued = 0  # of the calls, in the order of their issue
+
+    def between(self, begin: int, end: int, phase: str) -> Iterator[Task]:
+        at = begin
+        while self._issued < len(self._calls) and self._calls[self._issued].issued < end:
+            call = self._calls[self._issued]
+            self._issued += 1
+            issue = min(max(call.issued, at), end)
+            glue = list(self._phases.stretch(at, issue, phase))
+            yield from glue
+            at = issue
+            yield Task(
+                call.own / 1e9, phase, LINK, _TRANSFER, call.operation, (glue[-1].number,), call.number,
+                issued=call.operation, key=call.key, bytes=call.bytes,
+            )  # fmt: skip
+        ended = self._ended(begin, at, end)
+        until = max((call.end for call in ended), default=at)
+        if end - at >= LEAST_WAIT_NS and until - at >= LEAST_WAIT_NS:
+            yield Task(0.0, phase, operator=_WAIT, after=tuple(call.number for call in ended))
+            at = until
+        yield from self._phases.stretch(at, end, phase)
+
+    def _ended(self, begin: int, at: int, end: int) -> list[_Call]:
+        """Calls that ended in a gap and may have been waited for: no bucket while gradients are still to come, when a gap
+        is the host's own."""
+        waits = begin >= self._gradients
+        issued = self._calls[: self._issued]
+        return [call for call in issued if at < call.end <= end and (waits or call.operation != "all_reduce")]
 
 
 def _calls(table: Table | None, start: int, end: int) -> list[_Call]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trine.optim.plan.whatif._host_tasks import phases_at
+from trine.optim.plan.whatif._host_tasks import Phases
 from trine.optim.plan.whatif.graph import LINK, RankStep, Task
 from trine.optim.plan.whatif.operators import Operator, operator_of
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Rank, Table
@@ -26,6 +26,10 @@ _COMMUNICATION, _COMPUTE = DEVICE_KINDS.index("communication"), DEVICE_KINDS.ind
 _SYNC, _RUNTIME = HOST_KINDS.index("sync"), HOST_KINDS.index("runtime")
 #: Work that starts this soon after a transfer's end waited for it.
 HANDOVER_NS = 20_000
+#: A trace's first work that starts so long after its launch waited for work that is not on record.
+LATE_NS = 1_000_000
+#: Transfers that are looked at for that, the newest.
+MOST_TRANSFERS = 8
 _BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "hipStreamSynchronize",
              "hipDeviceSynchronize", "hipEventSynchronize")  # fmt: skip
 _WAIT = Operator("wait", None, None, 0, "fp32")
@@ -46,10 +50,22 @@ def steps_of_kernels(rank: Rank) -> list[tuple[int, RankStep]]:
         )
         if end == MISSING or not len(rows):
             continue
-        last = int(device["end_ns"][rows].max())
+        last = max(int(device["end_ns"][rows].max()), end)
+        backlog = min(max(_busy_until(host, device, rows, index) - start, 0), last - start)
         tasks = _tasks(rank, host, device, rows, start, end)
-        found.append((index, RankStep(rank.rank, tuple(tasks), (max(last, end) - start) / 1e9)))
+        seconds = (last - start - backlog) / 1e9
+        found.append((index, RankStep(rank.rank, tuple(tasks), seconds, backlog / 1e9)))
     return found
+
+
+def _busy_until(host: Table, device: Table, rows: Array, index: int) -> int:
+    """When the work of earlier steps had ended; before a trace's first, when its own first work began, had it to wait."""
+    before = device["end_ns"][(device["step"] < index) & (device["step"] != MISSING)]
+    if len(before):
+        return int(before.max())
+    first = rows[int(device["start_ns"][rows].argmin())]
+    begun = int(device["start_ns"][first])
+    return begun if begun - int(host["start_ns"][device["launch"][first]]) > LATE_NS else 0
 
 
 def _tasks(rank: Rank, host: Table, device: Table, rows: Array, start: int, end: int) -> list[Task]:
@@ -57,66 +73,118 @@ def _tasks(rank: Rank, host: Table, device: Table, rows: Array, start: int, end:
     launched = np.minimum(host["start_ns"][device["launch"][rows]], device["start_ns"][rows])
     order = np.lexsort((device["start_ns"][rows], launched))
     rows, launched = rows[order], launched[order]
-    delay = _delay(device, rows, launched)
-    phase_of = phases_at(host, start, end)
+    building = _Building(
+        host, device, start, end, _delay(device, rows, launched), _bytes_by_row(rank.collectives)
+    )
     stops = _blocking(host, start, end)
-    sizes = _bytes_by_row(rank.collectives)
-    tasks: list[Task] = []
-    at, last_compute = start, None
-    ends: list[tuple[int, int]] = []  # transfers, and when each ended
-    counts: dict[str, int] = {}
-    newest: dict[int, int] = {}  # stream → its newest task
     place = 0
     for row, launch in zip(rows.tolist(), launched.tolist(), strict=True):
         while place < len(stops) and stops[place][0] <= launch:
-            at = _wait(tasks, at, stops[place], phase_of, newest)
+            building.wait(*stops[place])
             place += 1
-        launch = max(launch, at)
-        glue = Task((launch - at) / 1e9, phase_of(launch))
-        tasks.append(glue)
-        at = launch
-        begin, stop = int(device["start_ns"][row]), int(device["end_ns"][row])
-        communicates = device["kind"][row] == _COMMUNICATION
+        building.launch(row, launch)
+    for stop in stops[place:]:
+        building.wait(*stop)
+    building.tasks.append(Task(max(end - building.at, 0) / 1e9, "other"))
+    return building.tasks
+
+
+class _Building:
+    """A step's tasks so far, and what the next ones may have to wait for; ``at`` is where the host is, ns."""
+
+    def __init__(
+        self,
+        host: Table,
+        device: Table,
+        start: int,
+        end: int,
+        delay_s: float,
+        sizes: dict[int, tuple[int, str]],
+    ) -> None:
+        self.host, self.device, self.at = host, device, start
+        self.tasks: list[Task] = []
+        self._phases = Phases(host, start, end)
+        self._delay_s, self._sizes = delay_s, sizes
+        self._last_compute: int | None = None
+        self._ends: list[tuple[int, int]] = []  # transfers, and when each ended
+        self._counts: dict[str, int] = {}
+        self._newest: dict[int, int] = {}  # stream → its newest task
+        self._idle: set[int] = set()  # streams that the host has waited for since
+        self._until = 0  # when the last of them ended
+
+    def wait(self, start: int, end: int) -> None:
+        """The host's time until a blocking call, and the call: it returns when all that was launched has ended."""
+        begin, end = max(start, self.at), max(end, self.at)
+        phase = self._phases.at(begin)
+        self.tasks += self._phases.stretch(self.at, begin)
+        if self._until > begin:
+            self.tasks.append(Task(0.0, phase, operator=_WAIT, after=tuple(self._newest.values())))
+            begin = min(max(self._until, begin), end)
+        # Without work of this step to wait for, the call takes what it took.
+        self.tasks.append(Task((end - begin) / 1e9, phase))
+        self._idle |= set(self._newest)
+        self.at = end
+
+    def launch(self, row: int, launched: int) -> None:
+        """A piece of device work, after the host's time until its launch."""
+        launched = max(launched, self.at)
+        self.tasks += self._phases.stretch(self.at, launched)
+        glue = self.tasks[-1]
+        self.at = launched
+        begin, end = int(self.device["start_ns"][row]), int(self.device["end_ns"][row])
         after = [glue.number]
-        if communicates and last_compute is not None:
-            after.append(last_compute)
-        after += [number for number, ended in ends if 0 <= begin - ended <= HANDOVER_NS and launch < ended]
-        name = device.strings.text(int(device["name"][row])) or ""
-        seconds = (stop - begin) / 1e9
-        if communicates:
-            size, operation = sizes.get(row, (0, name))
-            counts[operation] = counts.get(operation, 0) + 1
-            task = Task(seconds, phase_of(launch), LINK, _TRANSFER, operation, tuple(after), issued=operation,
-                        key=f"{operation} {counts[operation]}", bytes=size)  # fmt: skip
-            ends.append((task.number, stop))
+        for number, ended in self._ends[-MOST_TRANSFERS:]:
+            if 0 <= begin - ended <= HANDOVER_NS and launched < ended:
+                after.append(number)
+        name = self.device.strings.text(int(self.device["name"][row])) or ""
+        if self.device["kind"][row] == _COMMUNICATION:
+            self._transfer(row, name, glue.phase, (end - begin) / 1e9, after)
+            self._ends.append((self.tasks[-1].number, end))
         else:
-            stream = int(device["stream"][row])
-            task = Task(seconds, phase_of(launch), f"stream {stream}", _operator(host, int(device["launch"][row])), name,
-                        tuple(after), sequence=_sequence(host, int(device["launch"][row])), events=1)  # fmt: skip
-            last_compute = task.number
-            # The way from the launch to the device passes beside the host: it counts where the stream is idle.
-            if stream not in newest and delay > 0:
-                tasks.append(Task(delay, task.phase, f"stream {stream}", after=(glue.number,)))
-            newest[stream] = task.number
-        tasks.append(task)
-    for stop_ in stops[place:]:
-        at = _wait(tasks, at, stop_, phase_of, newest)
-    tasks.append(Task(max(end - at, 0) / 1e9, "other"))
-    return tasks
+            self._kernel(row, name, glue, (end - begin) / 1e9, after)
 
+    def _transfer(self, row: int, name: str, phase: str, seconds: float, after: list[int]) -> None:
+        if self._last_compute is not None:
+            after.append(self._last_compute)
+        size, operation = self._sizes.get(row, (0, name))
+        self._counts[operation] = self._counts.get(operation, 0) + 1
+        key = f"{operation} {self._counts[operation]}"
+        self.tasks.append(
+            Task(
+                seconds,
+                phase,
+                LINK,
+                _TRANSFER,
+                operation,
+                tuple(after),
+                issued=operation,
+                key=key,
+                bytes=size,
+            )
+        )
 
-def _wait(tasks: list[Task], at: int, stop: tuple[int, int], phase_of: Any, newest: dict[int, int]) -> int:
-    """The host's time until a blocking call, and the call: it returns when all that was launched has ended."""
-    begin = max(stop[0], at)
-    tasks.append(Task((begin - at) / 1e9, phase_of(begin)))
-    tasks.append(Task(0.0, phase_of(begin), operator=_WAIT, after=tuple(newest.values())))
-    return max(stop[1], begin)
+    def _kernel(self, row: int, name: str, glue: Task, seconds: float, after: list[int]) -> None:
+        stream, launch = int(self.device["stream"][row]), int(self.device["launch"][row])
+        lane = f"stream {stream}"
+        # The way from the launch to the device passes beside the host: it counts where the stream is idle.
+        if self._delay_s > 0 and (stream in self._idle or stream not in self._newest):
+            self.tasks.append(Task(self._delay_s, glue.phase, lane, after=(glue.number,)))
+            self._idle.discard(stream)
+        task = Task(
+            seconds, glue.phase, lane, _operator(self.host, launch), name, tuple(after),
+            sequence=_sequence(self.host, launch), events=1,
+        )  # fmt: skip
+        self.tasks.append(task)
+        self._last_compute = self._newest[stream] = task.number
+        self._until = max(self._until, int(self.device["end_ns"][row]))
 
 
 def _delay(device: Table, rows: Array, launched: Array) -> float:
-    """From a launch to the start on an idle stream: the shortest that was seen, s."""
-    found = device["start_ns"][rows] - launched
-    return float(found.min()) / 1e9 if len(found) else 0.0
+    """From a launch to the start on an idle stream: the median, s; nought where no stream was ever idle."""
+    end = np.maximum.accumulate(device["end_ns"][rows])
+    free = np.append(launched[:1] * 0 + device["start_ns"][rows][:1], end[:-1]) <= launched
+    found = (device["start_ns"][rows] - launched)[free]
+    return float(np.median(found)) / 1e9 if len(found) else 0.0
 
 
 def _blocking(host: Table, start: int, end: int) -> Sequence[tuple[int, int]]:

@@ -68,11 +68,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One rank's step: tasks in the order in which they were begun, and how long the step was measured to be."""
+    """One rank's step: tasks in the order in which they were begun, and how long the step was measured to be.
+
+    ``backlog_s``: how long streams are still at the step before when the host begins this one. A host that runs ahead hides
+    behind it, and the step lasts from its end.
+    """
 
     rank: int
     tasks: tuple[Task, ...]
     measured_s: float
+    backlog_s: float = 0.0
 
     def phase_s(self) -> dict[str, float]:
         """Host time by phase, without waiting."""

@@ -174,10 +174,10 @@ def _rate(name: str, lanes: dict[str, _Lane], slowdown: float) -> float:
 class _Pass:
     """One rank, task after task: when each ends is known as soon as what it waits for is known."""
 
-    __slots__ = ("ends", "free", "links", "place", "tasks", "waited")
+    __slots__ = ("backlog", "ends", "free", "links", "place", "tasks", "waited")
 
-    def __init__(self, tasks: list[Task]) -> None:
-        self.tasks, self.place = tasks, 0
+    def __init__(self, tasks: list[Task], backlog: float) -> None:
+        self.tasks, self.place, self.backlog = tasks, 0, backlog
         self.free: dict[str, float] = {}  # lane → when its last task ends
         self.ends: dict[int, float] = {}
         self.links: deque[tuple[Task, float]] = deque()  # transfers that were issued, and when
@@ -197,7 +197,7 @@ class _Pass:
             if task.lane == LINK:
                 self.links.append((task, ready))
                 continue
-            before = free.get(task.lane, 0.0)
+            before = free.get(task.lane, 0.0 if task.lane == HOST else self.backlog)
             if task.lane == HOST and ready > before:
                 self.waited += ready - before
             free[task.lane] = ends[task.number] = max(ready, before) + task.seconds
@@ -211,7 +211,7 @@ class _Pass:
 
 def _longest_path(step: Step) -> Replayed:
     """Each rank is passed through once, its transfers in the order of their issue."""
-    passes = [_Pass(_merged(each.tasks)) for each in step.ranks]
+    passes = [_Pass(_merged(each.tasks), each.backlog_s) for each in step.ranks]
     partners = _partners(step)
     moved = True
     while moved:
@@ -234,7 +234,7 @@ def _longest_path(step: Step) -> Replayed:
     _require_nothing(
         step, left + [(place, each.links[0][0]) for place, each in enumerate(passes) if each.links]
     )
-    ends = tuple(max(each.free.values(), default=0.0) for each in passes)
+    ends = tuple(max(max(each.free.values(), default=0.0) - each.backlog, 0.0) for each in passes)
     return Replayed(max(ends, default=0.0), ends, tuple(each.waited for each in passes))
 
 

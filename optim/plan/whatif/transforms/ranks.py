@@ -7,6 +7,7 @@ measured, and the step that of the slowest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step, Task, fresh
@@ -51,7 +52,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     )
 
 
-def _with_ranks(steps: tuple[Step, ...], place: int, ranks: int, scaled: object) -> Step:
+def _with_ranks(steps: tuple[Step, ...], place: int, ranks: int, scaled: Callable[[Task], Task]) -> Step:
     pool = [each for step in (*steps[place:], *steps[:place]) for each in step.ranks]
     count = min(ranks, MOST_REPLAYED)
     chosen = [pool[number % len(pool)] for number in range(count)]
@@ -62,11 +63,12 @@ def _with_ranks(steps: tuple[Step, ...], place: int, ranks: int, scaled: object)
     )
 
 
-def _copy(step: RankStep, rank: int, shared: set[str], scaled: object, count: int) -> RankStep:
+def _copy(
+    step: RankStep, rank: int, shared: set[str], scaled: Callable[[Task], Task], count: int
+) -> RankStep:
     numbers = {task.number: fresh() for task in step.tasks}
     kept = [task for task in step.tasks if task.lane != LINK or (count > 1 and task.key in shared)]
     known = {task.number for task in kept}
-    assert callable(scaled)
     tasks = tuple(
         replace(
             scaled(task), number=numbers[task.number],
