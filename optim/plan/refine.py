@@ -47,7 +47,9 @@ def work_of(times: RankTimes, layouts: Layouts, row: int, *, messages: bool = Tr
         )
         layer = one / of_rank
         found = [layer * middle] * (ranks * chunks)
-        found[0], found[-1] = (layer * ends + extra - own for extra in (first, last))
+        # One stage is both ends.
+        found[0] += layer * (ends - middle) + first - own
+        found[-1] += layer * (ends - middle) + last - own
         return tuple(found)
 
     message_s = float(np.broadcast_to(times.message_s, len(layouts))[row]) if messages else 0.0

@@ -236,6 +236,12 @@ def test_a_batch_that_nothing_divides_names_the_nearest_one() -> None:
         plan(few, cluster(80.0), global_batch=7)
 
 
+def test_the_nearest_keeps_what_can_be_kept() -> None:
+    asked = problem(80.0, "tensor=4", "micro_batch=2", "schedule=gpipe")
+    message = str(refusal(asked, "…")).partition("nearest that works: ")[2]
+    assert message.startswith("tensor 2 · ") and "gpipe · 2 x " in message
+
+
 def test_distance_counts_doublings_and_kinds() -> None:
     layouts = Layouts.of(tensor=[1, 2, 8], schedule=["1f1b", "zb-v", "1f1b"])
     pins = parse_pins(["tensor=4", "schedule=zb-v"])

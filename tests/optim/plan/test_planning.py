@@ -20,9 +20,9 @@ from trine.optim.plan.pareto import Staircase, front
 from trine.optim.plan.plan_json import plan_to_dict
 from trine.optim.plan.planning import Plan, plan
 from trine.optim.plan.reasons import bound_by, layout_words, lost_by, too_large
-from trine.optim.plan.refine import idle_of
+from trine.optim.plan.refine import idle_of, work_of
 from trine.optim.plan.splits import padded_vocabulary, splits_of
-from trine.optim.plan.step import predict
+from trine.optim.plan.step import predict, rank_times
 from trine.optim.plan.workload_files import workload_of
 from trine.record.errors import UsageError
 
@@ -75,6 +75,15 @@ def test_alternatives_change_what_they_say(tight: Plan) -> None:
         )
 
 
+def test_of_a_number_only_its_neighbours_are_shown(tight: Plan) -> None:
+    own = int(tight.best.layout["micro_batch"])
+    shown = [int(one.value) for one in tight.alternatives if one.column == "micro_batch"]
+    assert (
+        len([value for value in shown if value < own]) <= 1
+        and len([value for value in shown if value > own]) <= 1
+    )
+
+
 def test_days_and_price_follow_from_the_step(tight: Plan) -> None:
     cost = tight.best.cost
     assert cost is not None and cost.price is not None
@@ -113,6 +122,18 @@ def test_the_best_pipelines_are_simulated_and_agree_with_the_formula() -> None:
         assert one.step.value == pytest.approx(float(formula.step_s[0]), rel=0.02)
     with_one = plan(DENSE, cluster(80.0), global_batch=16, stack="torchtitan", pins=["pipeline=1"], top=1)
     assert with_one.best.source == "formula"
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 3), (3, 2)])
+def test_stages_hold_the_whole_model(ranks: int, chunks: int) -> None:
+    asked = problem()
+    layouts = Layouts.of(pipeline=ranks, chunks=chunks)
+    times = rank_times(DENSE, asked.cluster, asked.stack, layouts)
+    work = work_of(times, layouts, 0)
+    assert len(work.forward_s) == ranks * chunks and min(work.forward_s) > 0
+    ends = [float((getattr(times, end).forward_s - times.ends.forward_s)[0]) for end in ("first", "last")]
+    layer = float(times.middle.forward_s[0] / times.middle_layers[0])
+    assert sum(work.forward_s) == pytest.approx(4 * layer + sum(ends))
 
 
 def test_long_steps_are_continued_from_short_ones() -> None:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from plan_problems import MIXTURE, problem
 
+from trine.optim.plan import search
+from trine.optim.plan.layouts import SCHEDULES
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.pareto import front
 from trine.optim.plan.problem import Problem
@@ -43,6 +45,12 @@ SLOW = {
     "roomy",
     "tighter",
 }
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that only hold where all shapes are expanded at once would go unseen on small spaces."""
+    monkeypatch.setattr(search, "_BATCH", 40)
 
 
 def weighed(asked: Problem) -> tuple[Found, np.ndarray]:
@@ -123,6 +131,13 @@ def test_pruning_leaves_most_of_a_large_space_uncomputed() -> None:
     searcher = Searcher(asked, shapes(asked))
     assert len(searcher.fastest(1).step_s) == 1
     assert searcher.tally.weighed < searcher.tally.configurations / 4
+
+
+def test_of_equally_fast_layouts_the_smallest_wins() -> None:
+    # GPipe and 1F1B leave the same idle; GPipe holds all micro-batches at once.
+    asked = problem(80.0, "pipeline=2", "schedule=gpipe,1f1b", "micro_batch=1", "recompute=none")
+    found = Searcher(asked, shapes(asked)).fastest(20)
+    assert (found.layouts["schedule"] == SCHEDULES.index("1f1b")).all()
 
 
 def test_every_layout_keeps_the_batch_and_the_devices() -> None:
