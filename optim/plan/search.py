@@ -133,7 +133,11 @@ class Searcher:
         return Found(layouts, self.step_s(layouts), self.peak_bytes(layouts))
 
     def least_bytes(self, layouts: Layouts, *, offload: bool = True) -> Column:
-        """No child of these needs less of a device: all that may be is recomputed, and offloaded where ``offload``."""
+        """No child of these needs less of a device: with every offload that is a choice, or with the layouts' own.
+
+        Where activations are moved away, full recomputation may need more than selective (it makes again at once what the
+        other keeps elsewhere), so the least of all modes counts; a budget lies between none and full.
+        """
         choices = saving_choices(self.problem)
         if offload:
             alone = layouts["data"] * layouts["context"] == 1
@@ -141,8 +145,14 @@ class Searcher:
             may = (layouts["zero_stage"] == 3) | alone
             away["parameter_offload"] = np.where(may, away["parameter_offload"], 0)
             layouts = layouts.with_changes(**away)
-        mode = _leanest(choices["recompute"])
-        return self._device_bytes(layouts.with_changes(recompute=mode, recomputed_layers=0))
+        modes = set(choices["recompute"])
+        if _BUDGET in modes:
+            modes = (modes - {_BUDGET}) | {0, RECOMPUTATIONS.index("full")}
+        every = [
+            self._device_bytes(layouts.with_changes(recompute=mode, recomputed_layers=0))
+            for mode in sorted(modes)
+        ]
+        return np.asarray(np.min(every, axis=0))
 
     def _count(self) -> int:
         """Children of all shapes."""
@@ -290,11 +300,3 @@ def _fastest(recompute: tuple[int, ...]) -> int:
     """A mode that no allowed one is faster than; a budget's bound is to recompute nothing."""
     only = recompute[0] if len(recompute) == 1 else 0
     return 0 if only == _BUDGET else only
-
-
-def _leanest(recompute: tuple[int, ...]) -> int:
-    """A mode that no allowed one needs less memory than; a budget's bound is to recompute everything."""
-    full, selective = RECOMPUTATIONS.index("full"), RECOMPUTATIONS.index("selective")
-    if full in recompute or _BUDGET in recompute:
-        return full
-    return selective if selective in recompute else 0

@@ -113,7 +113,7 @@ def test_the_front_is_that_of_everything(name: str) -> None:
         "tight",
         "offloaded",
         pytest.param("experts", marks=pytest.mark.slow),
-        pytest.param("everything that is priced", marks=pytest.mark.slow),
+        "everything that is priced",
     ],
 )
 def test_a_shape_is_a_bound_for_all_that_it_can_become(name: str) -> None:
