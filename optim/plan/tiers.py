@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from trine.optim.plan.columns import Column, Conditions, Sizes
-from trine.optim.plan.layouts import OFFLOADS, Layouts
+from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.operators import LayerTimes
 from trine.optim.plan.waits import rank_parameters
 
@@ -60,15 +60,14 @@ def _own_parameters(sizes: Sizes, layouts: Layouts) -> Column:
 
 def _rate(conditions: Conditions, layouts: Layouts, column: str) -> Column:
     """Bytes a second of one device to where a column says that something lies."""
-    rates = {
-        "none": np.inf,
+    rates: dict[str, Column] = {
         "cpu": conditions.host_per_s,
         "nvme": conditions.nvme_per_s,
         "remote": conditions.remote_per_s,
     }
     found = np.full(len(layouts), np.inf)
-    for code, tier in enumerate(OFFLOADS):
-        found = np.where(layouts[column] == code, rates[tier], found)
+    for tier, rate in rates.items():
+        found = np.where(layouts.is_kind(column, tier), rate, found)
     return found
 
 
