@@ -14,6 +14,7 @@ from trine.optim.plan.whatif.operators import Operator, Product
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
+from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -42,13 +43,14 @@ def apply(graph: Graph, change: Change) -> Graph:
 
 
 def _accumulated(step: RankStep, count: int, times: OperationTimes) -> list[Task]:
+    pace = pace_of(step.tasks, times)
     rows = {
         task.sequence: task.operator.product.rows
         for task in step.tasks
         if task.phase == "forward" and task.operator.product is not None
     }
     smaller = {
-        task.number: _with_fewer_rows(task, count, rows, times)
+        task.number: _with_fewer_rows(task, count, rows, pace)
         for task in step.tasks
         if task.phase in ("forward", "backward") and task.lane != LINK
     }
@@ -58,16 +60,16 @@ def _accumulated(step: RankStep, count: int, times: OperationTimes) -> list[Task
         if not begun and task.number in smaller and task.phase == "forward":
             begun = True
             for number in range(count - 1):
-                found += _without_exchange(list(smaller.values()), number > 0, times)
+                found += _without_exchange(list(smaller.values()), number > 0, pace)
         if task.gradient_bytes:  # before its bucket may leave
-            found.append(_added(task, times))
+            found.append(_added(task, pace))
         found.append(smaller.get(task.number, task))
     return found
 
 
-def _with_fewer_rows(task: Task, count: int, rows: dict[int, int], times: OperationTimes) -> Task:
+def _with_fewer_rows(task: Task, count: int, rows: dict[int, int], pace: Pace) -> Task:
     """A micro-batch's part of a task; a parameter's gradient is as large as before."""
-    operator = task.operator
+    operator, times = task.operator, pace.times
     if operator.work is None or task.sequence < 0 or task.gradient_bytes:
         return task
     if operator.product is not None:
@@ -77,10 +79,10 @@ def _with_fewer_rows(task: Task, count: int, rows: dict[int, int], times: Operat
             task.times(ratio), operator=replace(operator, product=fewer, elements=operator.elements // count)
         )
     elements = max(operator.elements // count, 1)
-    ratio = times.memory(operator.work, elements, operator.dtype) / times.memory(
-        operator.work, operator.elements, operator.dtype
-    )
-    return replace(task.times(ratio), operator=replace(operator, elements=elements))
+    before = times.memory(operator.work, operator.elements, operator.dtype)
+    after = times.memory(operator.work, elements, operator.dtype)
+    seconds = pace.changed(task.seconds, before, after, 1 / count)
+    return replace(task, seconds=seconds, operator=replace(operator, elements=elements))
 
 
 def _product(product: Product, count: int, rows: int | None) -> Product:
@@ -92,7 +94,7 @@ def _product(product: Product, count: int, rows: int | None) -> Product:
     return replace(product, rows=max(product.rows // count, 1))
 
 
-def _without_exchange(tasks: list[Task], adds: bool, times: OperationTimes) -> list[Task]:
+def _without_exchange(tasks: list[Task], adds: bool, pace: Pace) -> list[Task]:
     """A micro-batch that is not synchronised; ``adds``: gradients are there already."""
     found = []
     for task in tasks:
@@ -103,16 +105,16 @@ def _without_exchange(tasks: list[Task], adds: bool, times: OperationTimes) -> l
         )
         found.append(copied)
         if task.gradient_bytes and adds:
-            found.append(_added(task, times))
+            found.append(_added(task, pace))
     return found
 
 
-def _added(task: Task, times: OperationTimes) -> Task:
+def _added(task: Task, pace: Pace) -> Task:
     """A gradient onto the one that is there."""
     elements = max(task.gradient_bytes // 4, 1)
     operator = Operator("memory", "add_in_place", None, elements, "fp32")
     return Task(
-        times.memory("add_in_place", elements, "fp32"),
+        pace.new("add_in_place", elements, "fp32"),
         "backward",
         task.lane,
         operator,

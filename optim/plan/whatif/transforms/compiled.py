@@ -16,6 +16,7 @@ from trine.optim.plan.whatif.operators import ARITHMETIC
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
+from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -41,6 +42,7 @@ def apply(graph: Graph, change: Change) -> Graph:
 
 def _compiled(step: RankStep, times: OperationTimes) -> list[Task]:
     """Chains joined; glue inside them shrinks as operators become fewer."""
+    pace = pace_of(step.tasks, times)
     found: list[Task] = []
     chain: list[Task] = []
     between: list[Task] = []
@@ -51,28 +53,30 @@ def _compiled(step: RankStep, times: OperationTimes) -> list[Task]:
         elif inside and task.kind == "glue" and not task.after and chain and not task.gradient_bytes:
             between.append(task)
         else:
-            found += _joined(chain, between, times)
+            found += _joined(chain, between, pace)
             chain, between = [], []
             if inside and task.kind == "memory" and task.sequence >= 0:
                 chain.append(task)
             else:
                 found.append(task)
-    return [*found, *_joined(chain, between, times)]
+    return [*found, *_joined(chain, between, pace)]
 
 
 def _same_place(chain: Sequence[Task], task: Task) -> bool:
     return not chain or (chain[0].lane == task.lane and chain[0].phase == task.phase)
 
 
-def _joined(chain: Sequence[Task], between: Sequence[Task], times: OperationTimes) -> list[Task]:
+def _joined(chain: Sequence[Task], between: Sequence[Task], pace: Pace) -> list[Task]:
     if len(chain) < 2:
         # In their order: what lies between follows the only task.
         return [*chain, *between]
+    times = pace.times
     apart = sum(
         times.memory(str(task.operator.work), task.operator.elements, task.operator.dtype) for task in chain
     )
     measured = sum(task.seconds for task in chain)
-    seconds = measured * min(fused_s(chain, times) / apart, 1.0)
+    fused = min(fused_s(chain, times), apart)
+    seconds = pace.changed(measured, apart, fused, _passes(chain) / len(chain))
     largest = max(chain, key=lambda task: task.operator.elements)
     # What others wait for is the end of the chain.
     joined = replace(chain[-1], seconds=seconds, operator=replace(largest.operator, work="multiply"), name="compiled",
@@ -80,11 +84,15 @@ def _joined(chain: Sequence[Task], between: Sequence[Task], times: OperationTime
     return [*(task.times(1 / len(chain)) for task in between), joined]
 
 
+def _passes(chain: Sequence[Task]) -> int:
+    """Over memory: one, and one more for each reduction; at most as many as operators."""
+    return min(1 + sum(task.operator.work in _REDUCTIONS for task in chain), len(chain))
+
+
 def fused_s(chain: Sequence[Task], times: OperationTimes) -> float:
     """Calibrated time of a chain as one pass, without any launch."""
     largest = max(chain, key=lambda task: task.operator.elements).operator
-    passes = 1 + sum(task.operator.work in _REDUCTIONS for task in chain)
-    seconds = passes * times.memory("multiply", largest.elements, largest.dtype)
+    seconds = _passes(chain) * times.memory("multiply", largest.elements, largest.dtype)
     for task in chain:
         operator = task.operator
         if operator.work in ARITHMETIC:

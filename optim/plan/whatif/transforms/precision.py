@@ -13,10 +13,11 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Task, mapped
-from trine.optim.plan.whatif.operators import Operator
+from trine.optim.plan.whatif.operators import DTYPE_BYTES, Operator
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
+from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply", "in_dtype"]
@@ -65,45 +66,50 @@ def apply(graph: Graph, change: Change) -> Graph:
     return mapped(graph, lambda step: _changed(step, low, change.times))
 
 
-def in_dtype(task: Task, dtype: str, times: OperationTimes) -> Task:
-    """A task of fp32 in ``dtype``: what it took, times the calibrated ratio."""
-    operator = task.operator
+def in_dtype(task: Task, dtype: str, pace: Pace) -> Task:
+    """A task of fp32 in ``dtype``: what it took, times the calibrated ratio; what waits for memory, by its bytes."""
+    operator, times = task.operator, pace.times
     if operator.dtype == dtype or operator.kind not in ("product", "memory"):
         return task
     if operator.product is not None:
         ratio = times.product(operator.product, dtype) / times.product(operator.product, operator.dtype)
+        seconds = task.seconds * ratio
     else:
         assert operator.work is not None
-        before = times.memory(operator.work, operator.elements, operator.dtype)
-        ratio = times.memory(operator.work, operator.elements, dtype) / before
-    return replace(task.times(ratio), operator=replace(operator, dtype=dtype))
+        before, after = (
+            times.memory(operator.work, operator.elements, each) for each in (operator.dtype, dtype)
+        )
+        moved = DTYPE_BYTES[dtype] / DTYPE_BYTES[operator.dtype]
+        seconds = pace.changed(task.seconds, before, after, moved)
+    return replace(task, seconds=seconds, operator=replace(operator, dtype=dtype))
 
 
 def _changed(step: RankStep, low: str, times: OperationTimes) -> list[Task]:
-    flow, found = _Flow(low), []
+    flow, pace = _Flow(low), pace_of(step.tasks, times)
+    found: list[Task] = []
     for task in step.tasks:
         if task.lane == LINK or task.operator.work is None or task.phase not in ("forward", "backward"):
             found.append(task)
         elif task.phase == "forward":
-            found += _forward(task, flow, times)
+            found += _forward(task, flow, pace)
         else:
-            found += _backward(task, flow, times)
+            found += _backward(task, flow, pace)
     return found
 
 
-def _forward(task: Task, flow: _Flow, times: OperationTimes) -> list[Task]:
+def _forward(task: Task, flow: _Flow, pace: Pace) -> list[Task]:
     operator, before = task.operator, []
     if operator.product is not None:
         product = operator.product
         if flow.newest == "fp32":
             elements = product.batch * product.rows * product.inner
             flow.cast_inputs[task.sequence] = elements
-            before.append(_cast(task, elements, "fp32", times))
+            before.append(_cast(task, elements, "fp32", pace))
         if product.batch == 1:
-            before.append(_cast(task, product.inner * product.columns, "fp32", times))
+            before.append(_cast(task, product.inner * product.columns, "fp32", pace))
         flow.newest = flow.low
     elif task.name in _WIDE and flow.newest != "fp32":
-        before.append(_cast(task, operator.elements, flow.low, times))
+        before.append(_cast(task, operator.elements, flow.low, pace))
         flow.newest = "fp32"
     elif operator.work == "add" or task.name == "aten::index_select":
         # A residual is fp32: so is what is added to it.
@@ -111,29 +117,29 @@ def _forward(task: Task, flow: _Flow, times: OperationTimes) -> list[Task]:
         flow.newest = "fp32"
         flow.remember(task.sequence)
         return [changed]
-    changed = in_dtype(task, flow.newest, times)
+    changed = in_dtype(task, flow.newest, pace)
     flow.remember(task.sequence)
     return [*before, changed]
 
 
-def _backward(task: Task, flow: _Flow, times: OperationTimes) -> list[Task]:
+def _backward(task: Task, flow: _Flow, pace: Pace) -> list[Task]:
     if task.sequence < 0:  # gradients of parameters are fp32
         return [task]
     product = task.operator.product
     dtype = flow.low if product is not None else flow.at(task.sequence)
-    found = [in_dtype(task, dtype, times)]
+    found = [in_dtype(task, dtype, pace)]
     if product is not None and task.sequence not in flow.backward_seen:
         flow.backward_seen.add(task.sequence)
         if product.batch == 1:
-            found.append(_cast(task, product.inner * product.columns, flow.low, times))
+            found.append(_cast(task, product.inner * product.columns, flow.low, pace))
         if (elements := flow.cast_inputs.get(task.sequence)) is not None:
-            found.append(_cast(task, elements, flow.low, times))
+            found.append(_cast(task, elements, flow.low, pace))
     return found
 
 
-def _cast(task: Task, elements: int, source: str, times: OperationTimes) -> Task:
+def _cast(task: Task, elements: int, source: str, pace: Pace) -> Task:
     """Of ``elements`` from ``source``, where ``task`` runs."""
-    seconds = times.memory("cast", elements, source)
+    seconds = pace.new("cast", elements, source)
     return Task(
         seconds,
         task.phase,

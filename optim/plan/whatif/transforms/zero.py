@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.operators import Operator
-from trine.optim.plan.whatif.times import Link, OperationTimes
+from trine.optim.plan.whatif.times import Link
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, require_operators
+from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.optim.plan.whatif.transforms._transfers import (
     is_gradient,
     replaced,
@@ -47,48 +48,47 @@ def apply(graph: Graph, change: Change) -> Graph:
     beside = graph.basis == "kernels"
 
     def changed(step: RankStep) -> list[Task]:
-        tasks = _on_shards(step.tasks, graph.world, change.times)
+        pace = pace_of(step.tasks, change.times)
+        tasks = _on_shards(step.tasks, graph.world, pace)
         if stage == 1:
-            return _gathered_after(tasks, gather, change.times)
+            return _gathered_after(tasks, gather, pace)
         if change.config.zero.reshard_after_forward is True and stage == 2:
             raise UsageError(
                 "zero.stage = 2 keeps parameters from forward to backward: that is zero.stage = 3"
             )
-        return _block_by_block(
-            replace(step, tasks=tuple(tasks)), gather, scatter, again, beside, change.times
-        )
+        return _block_by_block(replace(step, tasks=tuple(tasks)), gather, scatter, again, beside, pace)
 
     return mapped(graph, changed)
 
 
-def _on_shards(tasks: tuple[Task, ...], ranks: int, times: OperationTimes) -> list[Task]:
+def _on_shards(tasks: tuple[Task, ...], ranks: int, pace: Pace) -> list[Task]:
     """The optimizer's work on a rank's share of every parameter."""
 
     def shared(task: Task) -> Task:
         operator = task.operator
         if task.phase != "optimizer" or operator.work is None or operator.kind != "memory":
             return task
-        before = times.memory(operator.work, operator.elements, operator.dtype)
+        before = pace.times.memory(operator.work, operator.elements, operator.dtype)
         return task.times(
-            times.memory(operator.work, max(operator.elements / ranks, 1), operator.dtype) / before
+            pace.times.memory(operator.work, max(operator.elements / ranks, 1), operator.dtype) / before
         )
 
     return [shared(task) for task in tasks]
 
 
-def _copied(size: float, phase: str, lane: str, times: OperationTimes) -> Task:
+def _copied(size: float, phase: str, lane: str, pace: Pace) -> Task:
     elements = max(int(size // 4), 1)
     operator = Operator("memory", "copy", None, elements, "fp32")
-    return Task(times.memory("copy", elements, "fp32"), phase, lane, operator, "aten::copy_", events=1)
+    return Task(pace.new("copy", elements, "fp32"), phase, lane, operator, "aten::copy_", events=1)
 
 
-def _gathered_after(tasks: list[Task], gather: Link, times: OperationTimes) -> list[Task]:
+def _gathered_after(tasks: list[Task], gather: Link, pace: Pace) -> list[Task]:
     """Stage 1: ranks give each other the parameters that they updated."""
     size = float(sum(task.gradient_bytes for task in tasks))
     place = max((at for at, task in enumerate(tasks) if task.phase == "optimizer"), default=len(tasks) - 1)
-    own = _copied(size / gather.ranks, "optimizer", HOST, times)
+    own = _copied(size / gather.ranks, "optimizer", HOST, pace)
     moved = transfer(gather.seconds(size), "all_gather", size, "parameters", (own.number,), "optimizer")
-    back = _copied(size * (gather.ranks - 1) / gather.ranks, "optimizer", HOST, times)
+    back = _copied(size * (gather.ranks - 1) / gather.ranks, "optimizer", HOST, pace)
     return [*tasks[: place + 1], own, moved, waiting((moved.number,), "optimizer"), back, *tasks[place + 1 :]]
 
 
@@ -96,7 +96,7 @@ def _gathered_after(tasks: list[Task], gather: Link, times: OperationTimes) -> l
 
 
 def _block_by_block(
-    step: RankStep, gather: Link, scatter: Link, again: bool, beside: bool, times: OperationTimes
+    step: RankStep, gather: Link, scatter: Link, again: bool, beside: bool, pace: Pace
 ) -> list[Task]:
     blocks = blocks_of(step)
     units = _units(step, blocks)
@@ -111,12 +111,12 @@ def _block_by_block(
     for task in tasks:
         for unit, phase in before.get(task.number, ()):
             if phase == "forward" or (again and unit < len(blocks)):
-                new = _gather(unit, units[unit], phase, gather, task.lane, last if beside else None, times)
+                new = _gather(unit, units[unit], phase, gather, task.lane, last if beside else None, pace)
                 found += new
         found.append(task)
         last = task.number
         for unit in after.get(task.number, ()):
-            found += _scatter(unit, units[unit], scatter, task.lane, beside, times)
+            found += _scatter(unit, units[unit], scatter, task.lane, beside, pace)
     return _finished(found)
 
 
@@ -173,24 +173,22 @@ def _places(
 
 
 def _gather(
-    unit: int, size: float, phase: str, link: Link, lane: str, ahead: int | None, times: OperationTimes
+    unit: int, size: float, phase: str, link: Link, lane: str, ahead: int | None, pace: Pace
 ) -> list[Task]:
     """Copy in, all-gather, copy out. ``ahead``: the task behind which it may begin, where it runs beside the work."""
     if size <= 0:
         return []
-    own = _copied(size / link.ranks, phase, lane, times)
+    own = _copied(size / link.ranks, phase, lane, pace)
     moved = transfer(link.seconds(size), "all_gather", size, f"gather {phase} {unit}",
                      (own.number if ahead is None else ahead,), phase)  # fmt: skip
-    out = replace(_copied(size, phase, lane, times), after=(moved.number,))
+    out = replace(_copied(size, phase, lane, pace), after=(moved.number,))
     return [own, moved, out]
 
 
-def _scatter(
-    unit: int, size: float, link: Link, lane: str, beside: bool, times: OperationTimes
-) -> list[Task]:
+def _scatter(unit: int, size: float, link: Link, lane: str, beside: bool, pace: Pace) -> list[Task]:
     if size <= 0:
         return []
-    into = _copied(size, "backward", lane, times)
+    into = _copied(size, "backward", lane, pace)
     moved = transfer(link.seconds(size), "reduce_scatter", size, f"scatter {unit}", (into.number,))
     return [into, moved] if beside else [into, moved, waiting((moved.number,), "backward")]
 
