@@ -17,6 +17,7 @@ from trine.optim.plan.whatif.operators import Operator, Product, operator_of
 from trine.optim.plan.whatif.predict import Recorded, replayed
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import transforms
+from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.record.errors import UsageError
 from trine.record.hardware import Peaks
 
@@ -351,3 +352,19 @@ def test_times_between_sizes_are_interpolated_and_beyond_them_go_on() -> None:
     assert times.link("all_gather").seconds(2**20) == pytest.approx(ALPHA + 2**20 / BETA, rel=1e-3)
     assert math.isclose(times.codec("int8")[1], 4.0) and times.slowdown == 0.0
     assert HOST == "host"
+
+
+def test_what_a_step_takes_beyond_its_calibrated_time_goes_with_the_bytes() -> None:
+    times = calibration()
+    tasks = [
+        product(128, 256, 64, "forward", 0).times(2.0),
+        memory("multiply", 2**15, "forward", 1).times(6.0),
+    ]
+    pace = pace_of(tasks, times)
+    assert pace.product == pytest.approx(2.0) and pace.memory == pytest.approx(6.0)
+    # Of six times its calibrated time two are the machine's, and four wait for memory: half of them in half the bytes.
+    calibrated = 2**15 * 1e-9
+    changed = pace.changed(6 * calibrated, calibrated, calibrated / 2, 0.5)
+    assert changed == pytest.approx(2 * calibrated / 2 + 4 * calibrated / 2)
+    assert pace.new("cast", 2**15, "fp32") == pytest.approx(6 * calibrated)
+    assert pace_of([], times) == Pace(times)
