@@ -50,7 +50,8 @@ def work_of(times: RankTimes, layouts: Layouts, row: int, *, messages: bool = Tr
         # One stage is both ends.
         found[0] += layer * (ends - middle) + first - own
         found[-1] += layer * (ends - middle) + last - own
-        return tuple(found)
+        # A stage without layers is a difference of equals.
+        return tuple(max(value, 0.0) for value in found)
 
     message_s = float(np.broadcast_to(times.message_s, len(layouts))[row]) if messages else 0.0
     return Work(seconds("forward_s"), seconds("input_s"), seconds("weight_s"), message_s)

@@ -136,6 +136,16 @@ def test_stages_hold_the_whole_model(ranks: int, chunks: int) -> None:
     assert sum(work.forward_s) == pytest.approx(4 * layer + sum(ends))
 
 
+def test_stages_without_layers_take_no_time_beyond_their_embedding_or_head() -> None:
+    llama = workload_of("llama3-8b")  # 32 layers are 34 stages with an embedding and a head
+    layouts = Layouts.of(pipeline=2, chunks=17, microbatches=8, schedule="interleaved")
+    asked = problem(workload=llama)
+    work = work_of(rank_times(llama, asked.cluster, asked.stack, layouts), layouts, 0)
+    assert 0 <= work.input_s[0] < 1e-12 and min(work.forward_s) >= 0
+    assert work.forward_s[0] < 0.1 * work.forward_s[1] < work.forward_s[-1]
+    assert idle_of(llama, asked.cluster, asked.stack, layouts, 0) is not None
+
+
 def test_long_steps_are_continued_from_short_ones() -> None:
     asked = problem()
     layouts = Layouts.of(pipeline=4, microbatches=[400, 4000], schedule="1f1b")
