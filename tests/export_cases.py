@@ -59,6 +59,7 @@ def layout_rows(draw: st.DrawFn) -> dict[str, int | str]:
     shards = [n for n in (1, 2, 4, 8, 16) if data % n == 0]
     schedule = draw(st.sampled_from(SCHEDULES))
     several = schedule not in ("gpipe", "1f1b", "zb-h1", "zb-h2")
+    chunks = [2] if schedule in ("zb-v", "dualpipe-v") else [2, 3, 4] if several else [1]
     recompute = draw(st.sampled_from(["none", "selective", "full", "budget"]))
     return {
         "data": data,
@@ -69,7 +70,7 @@ def layout_rows(draw: st.DrawFn) -> dict[str, int | str]:
         "context": draw(st.sampled_from([1, 1, 2, 4])),
         "expert": draw(st.sampled_from([1, 1, 2, 8, 32])),
         "pipeline": pipeline,
-        "chunks": 2 if several and pipeline > 1 else 1,
+        "chunks": draw(st.sampled_from(chunks)) if pipeline > 1 else 1,
         "schedule": schedule,
         "micro_batch": draw(st.integers(1, 4)),
         "microbatches": pipeline * 2 * draw(st.integers(1, 4)),

@@ -7,6 +7,7 @@ Fields that exports set, with their defaults, from ``torchtitan/config/configs.p
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["loaded"]
+__all__ = ["loaded", "stages_of"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,6 +26,7 @@ class Parallelism:
     tensor_parallel_degree: int = 1
     enable_sequence_parallel: bool = True
     pipeline_parallel_degree: int = 1
+    module_fqns_per_model_part: list[list[str]] | None = None
     pipeline_parallel_layers_per_stage: int | None = None
     pipeline_parallel_schedule: str = "1F1B"
     pipeline_parallel_microbatch_size: int = 1
@@ -67,6 +69,25 @@ class Configuration:
             raise ValueError("training.local_batch_size must be evenly divisible by the microbatch size")
         if not training.disable_cuda_graphs and (piped or parallelism.expert_parallel_degree > 1):
             raise ValueError("CUDA graphs do not support this. Set --training.disable_cuda_graphs.")
+
+
+def stages_of(parallelism: Parallelism, layers: int) -> int:
+    """How many stages its pipeline gets (``_get_pipeline_metadata`` in ``torchtitan/distributed/pipeline_parallel.py``)."""
+    ranks = parallelism.pipeline_parallel_degree
+    several = parallelism.pipeline_parallel_schedule not in ("1F1B", "GPipe")
+    stages = ranks * (1 + several)
+    each = parallelism.pipeline_parallel_layers_per_stage
+    if each is not None:
+        stages = math.ceil((layers + 2) / each)
+        if stages % ranks or (stages // ranks > 1) != several:
+            raise ValueError(f"Number of virtual stages ({stages}) must be divisible by {ranks}, {several=}")
+    if parallelism.module_fqns_per_model_part is not None:
+        stages = len(parallelism.module_fqns_per_model_part)
+    if stages > layers + 2:
+        raise ValueError(
+            f"Number of stages ({stages}) cannot be greater than effective layers ({layers + 2})"
+        )
+    return stages
 
 
 def _policy(kind: str) -> Any:

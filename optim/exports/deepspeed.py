@@ -29,6 +29,8 @@ _DEGREES: dict[str, Any] = {
     "parallel.tensor": lambda degree: {"tensor_parallel": {"autotp_size": degree}},
     "parallel.expert": lambda degree: {"expert_parallel": {"enabled": True, "autoep_size": degree}},
 }
+#: Where a flag says this degree, a grid of the program's own counts ranks.
+_FLAGGED = "parallel.tensor"
 #: What Trine does to model and loader whoever runs the step, and DeepSpeed's file does not.
 _IN_THE_PROGRAM = {
     "checkpointing": "the program does it: torch.utils.checkpoint, or deepspeed.checkpointing.checkpoint, around its blocks",
@@ -59,23 +61,32 @@ def tables_of(exported: Exported, account: Account, apart: frozenset[str] = froz
 
     ``apart``: keys that another file says, which the tables then leave out.
     """
-    config = exported.config
+    refused = {} if _FLAGGED in apart else _refused(exported.config)
+    for key, why in refused.items():
+        account.misses(key, why)
+    default = Config()
+    config = exported.config.with_changes({key: default[key] for key in refused})
     account.says("engine")
     for key in config.changes():
         if key in BESIDE and key not in (*_BATCH, *apart):
             account.misses(key, _IN_THE_PROGRAM[key.partition(".")[0]])
     sayable = _sayable(config, account)
     found = to_deepspeed(sayable)
-    for key in _BATCH:
-        account.says(key)
     account.says(*sayable.changes())
-    _write_batch(found, exported)
+    lost = exported.config.parallel.context // config.parallel.context
+    _write_batch(found, exported, account, 1 if _FLAGGED in apart else config.parallel.tensor * lost)
     for key, table in _DEGREES.items():
-        if key not in apart and account.takes(key):
+        if key not in (*apart, *refused) and account.takes(key):
             found |= table(config[key])
+    if "sequence_parallel_size" in found:
+        _write_mesh(found, exported, account)
     if config.compute.compile == "blocks":
         account.says("compute.compile")
         found["compile"] = {"deepcompile": True}
+        only = "" if config.zero.stage else ", and without ZeRO that is torch.compile alone"
+        account.notes(
+            f"compile.deepcompile: nothing is compiled before the program calls engine.compile(){only}"
+        )
     _account_for_ranks(exported, account)
     return found
 
@@ -105,16 +116,75 @@ def _reason(reason: str, key: str) -> str:
     return words.split(": ", 1)[-1].strip(" :") if words.startswith(" = ") else words.strip(" :")
 
 
-def _write_batch(found: dict[str, Any], exported: Exported) -> None:
-    """All of the three that are known; DeepSpeed finds the third itself."""
+def _refused(config: Config) -> dict[str, str]:
+    """Keys that it raises at beside others, with what happens instead.
+
+    AutoEP beside AutoTP has neither stages, nor sequence ranks, nor offload, nor DeepCompile (``validate_folding_global`` in
+    ``deepspeed/module_inject/auto_ep_folding.py``); a ``PipelineModule`` takes no ``mpu``, which would bring sequence ranks.
+    """
+    parallel = config.parallel
+    found: dict[str, str] = {}
+    if parallel.context > 1 and parallel.pipeline > 1:
+        found["parallel.context"] = (
+            "its pipeline has no sequence ranks: left out, and they see batches of their own there"
+        )
+    if parallel.tensor == 1 or parallel.expert == 1:
+        return found
+    if parallel.pipeline > 1 or parallel.context > 1:
+        beside = "a pipeline" if parallel.pipeline > 1 else "sequence ranks"
+        return found | {
+            "parallel.expert": f"AutoEP refuses tensor ranks beside {beside}: experts are whole on each rank"
+        }
+    why = "AutoEP refuses it beside tensor ranks"
+    offloads = [key for key in config.changes() if key.startswith("offload.")]
+    if "offload.activations" in offloads:  # the rest is of its tier as well
+        offloads = [key for key in offloads if key in ("offload.optimizer", "offload.parameters")]
+    found |= {key: f"{why}: state stays on the device" for key in offloads}
+    if config.compute.compile == "blocks":
+        found["compute.compile"] = f"{why}: nothing is compiled"
+    return found
+
+
+def _write_batch(found: dict[str, Any], exported: Exported, account: Account, times: int) -> None:
+    """All of the three that are known; DeepSpeed finds the third itself.
+
+    ``times``: ranks that DeepSpeed takes for one with a batch of its own each, where the layout has one batch. It checks the
+    three against each other before it knows of tensor ranks (``DeepSpeedConfig`` of ``deepspeed.initialize``), so that the
+    whole is left to it then.
+    """
     batch = exported.batch
-    for name, value in (
-        ("train_batch_size", batch.whole),
-        ("train_micro_batch_size_per_gpu", batch.micro),
-        ("gradient_accumulation_steps", batch.count),
-    ):
-        if value is not None:
-            found[name] = value
+    known = {
+        "train_batch_size": batch.whole,
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": batch.count,
+    }
+    if times > 1 and batch.whole is not None:
+        del known["train_batch_size"]
+        if batch.micro is None or batch.count is None:
+            account.misses("accumulation.global_batch", "how many a rank has is not known: give --devices")
+        else:
+            account.notes(
+                f"train_batch_size is left out: DeepSpeed counts a batch a rank there, and finds {batch.whole * times} where "
+                f"the layout has {batch.whole}"
+            )
+    for key in _BATCH:
+        account.says(key)
+    found |= {name: value for name, value in known.items() if value is not None}
+
+
+def _write_mesh(found: dict[str, Any], exported: Exported, account: Account) -> None:
+    """Groups of sequence ranks are made of both sizes (``deepspeed.initialize``), which have to fill all ranks."""
+    account.notes(
+        "sequence_parallel_size: attention over those ranks is the model's: deepspeed.sequence.layer.DistributedAttention"
+    )
+    if exported.config.parallel.tensor > 1:
+        account.notes(
+            "data_parallel_size: DeepSpeed has no mesh of tensor and sequence ranks: give deepspeed.initialize an mpu"
+        )
+    elif exported.data_ranks is None:
+        account.notes("data_parallel_size: without it there are no groups of sequence ranks: give --devices")
+    else:
+        found["data_parallel_size"] = exported.data_ranks
 
 
 def _account_for_ranks(exported: Exported, account: Account) -> None:

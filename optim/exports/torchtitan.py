@@ -50,6 +50,9 @@ _SCHEDULES = {
     "zbvzerobubble": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
+#: Of these classes, those with one stage a rank (``PipelineScheduleSingle``), and those whose order is that of two.
+_ONE_STAGE = frozenset({"GPipe", "1F1B"})
+_TWO_STAGES = frozenset({"ZBVZeroBubble", "DualPipeV"})
 Fields = dict[str, Any]
 
 
@@ -187,23 +190,60 @@ def _pipeline(exported: Exported, account: Account) -> Fields:
             "pipeline_parallel_microbatch_size: samples of a micro-batch are not known: give accumulation.global_batch"
         )
     account.says("parallel.microbatches")
-    if (
-        parallel.chunks <= 2 or exported.workload is None
-    ):  # two stages a rank are its default where there are several
-        if parallel.chunks <= 2:
-            account.says("parallel.chunks")
-        account.misses(
-            "parallel.chunks", "the model's layers are not known: pipeline_parallel_layers_per_stage"
-        )
-    else:
-        account.says("parallel.chunks")
-        # Embedding and head count as a layer each there (pipeline_parallel_first_stage_less_layers).
-        found["pipeline_parallel_layers_per_stage"] = -(
-            -(exported.workload.layers + 2) // (parallel.pipeline * parallel.chunks)
-        )
+    found |= _stages(exported, account, name or "1F1B")
     if parallel.split == "auto":
         account.says("parallel.split")
     account.misses("parallel.split", "stages are lists of modules: module_fqns_per_model_part")
+    return found
+
+
+def _stages(exported: Exported, account: Account, schedule: str) -> Fields:
+    """Where they are more than the one or two a rank that the schedule has by itself (``_get_pipeline_metadata``).
+
+    torchtitan counts stages anew: layers, with embedding and head as one each, by ``pipeline_parallel_layers_per_stage``,
+    rounded up. Where no number of layers comes to the stages, they are lists of modules, by the names of its own models.
+    """
+    parallel, workload = exported.config.parallel, exported.workload
+    if schedule in _ONE_STAGE:
+        account.misses("parallel.chunks", f"{schedule} has one stage a rank")
+        return {}
+    if schedule in _TWO_STAGES and parallel.chunks > 2:
+        account.misses("parallel.chunks", f"{schedule} has two stages a rank")
+        return {}
+    if parallel.chunks <= 2:
+        account.says("parallel.chunks")
+        return {}
+    if workload is None:
+        account.misses(
+            "parallel.chunks", "the model's layers are not known: pipeline_parallel_layers_per_stage"
+        )
+        return {}
+    counted, stages = workload.layers + 2, parallel.pipeline * parallel.chunks
+    each = -(-counted // stages)
+    if counted < stages:
+        account.misses("parallel.chunks", f"{workload.layers} layers are too few for {stages} stages")
+    elif -(-counted // each) == stages:
+        account.says("parallel.chunks")
+        return {"pipeline_parallel_layers_per_stage": each}
+    elif workload.name.casefold() in _MODELS:
+        account.says("parallel.chunks")
+        return {"module_fqns_per_model_part": _modules(workload.layers, stages)}
+    account.misses(
+        "parallel.chunks",
+        f"no number of layers a stage comes to {stages} stages: list its modules, module_fqns_per_model_part",
+    )
+    return {}
+
+
+def _modules(layers: int, stages: int) -> list[list[str]]:
+    """The modules of each stage, as torchtitan spreads them: evenly, the first stages fuller by one."""
+    names = ["tok_embeddings", *(f"layers.{layer}" for layer in range(layers)), "norm"]
+    found, first = [], 0
+    for stage in range(stages):
+        past = first + len(names) // stages + (stage < len(names) % stages)
+        found.append(names[first:past])
+        first = past
+    found[-1].append("lm_head")  # beside the norm, which stands for both above
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +12,7 @@ from unittest.mock import patch
 import export_cases as cases
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trine.optim.config import Config
 from trine.optim.exports import Exported, write
@@ -29,14 +32,29 @@ def tables(exported: Exported, name: str = "deepspeed") -> dict[str, Any]:
     return found
 
 
-def read_by_deepspeed(found: dict[str, Any], data_ranks: int) -> Any:
-    """As its engine does, which asks the ranks of a pipeline's or a tensor grid for those that see different batches."""
+def read_by_deepspeed(found: dict[str, Any], exported: Exported, *, megatron: bool) -> Any:
+    """As ``deepspeed.initialize`` does: by the data ranks of a grid, where Megatron or a PipelineModule brings one (the latter
+    without sequence ranks), else by all ranks, or by those of the mesh that the file itself describes.
+    """
     from deepspeed import comm
     from deepspeed.runtime.config import DeepSpeedConfig
 
+    devices = exported.devices
+    assert exported.data_ranks is not None
+    lost = exported.config.parallel.context > 1 and exported.config.parallel.pipeline > 1 and not megatron
+    data_ranks = exported.data_ranks * (exported.config.parallel.context if lost else 1)
     grid = SimpleNamespace(get_data_parallel_world_size=lambda: data_ranks)
-    with patch.object(comm, "get_rank", lambda: 0):
-        return DeepSpeedConfig(found, mpu=grid)
+    mpu = grid if megatron or exported.config.parallel.pipeline > 1 else None
+    sizes = (found.get("data_parallel_size"), found.get("sequence_parallel_size"))
+    mesh = None
+    if None not in sizes:
+        assert prod(sizes) == devices  # a mesh of all ranks
+        mesh = SimpleNamespace(get_group=lambda mesh_dim: sizes[0])
+    with (
+        patch.object(comm, "get_rank", lambda: 0),
+        patch.object(comm, "get_world_size", lambda group=devices: group),
+    ):
+        return DeepSpeedConfig(found, mpu=mpu, mesh_device=mesh)
 
 
 def test_a_plan_word_by_word() -> None:
@@ -63,7 +81,6 @@ def test_a_plan_word_by_word() -> None:
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 8,
         "sequence_parallel_size": 2,
@@ -77,7 +94,7 @@ def test_deepspeed_reads_what_the_layout_says(deepspeed: Any, name: str) -> None
         {"data": 8, "zero_stage": 3, "micro_batch": 2, "microbatches": 4, "parameter_offload": "cpu"},
         cases.DENSE,
     )
-    found = read_by_deepspeed(tables(exported, name), 8)
+    found = read_by_deepspeed(tables(exported, name), exported, megatron=name != "deepspeed")
     assert found.train_batch_size == 64
     assert found.train_micro_batch_size_per_gpu == 2
     assert found.gradient_accumulation_steps == 4
@@ -91,12 +108,96 @@ def test_deepspeed_reads_what_the_layout_says(deepspeed: Any, name: str) -> None
 @given(exported=cases.exported_layouts())
 @pytest.mark.parametrize("name", ["deepspeed", "megatron-deepspeed"])
 def test_deepspeed_takes_any_layout(deepspeed: Any, name: str, exported: Exported) -> None:
-    assert exported.data_ranks is not None
-    found = read_by_deepspeed(tables(exported, name), exported.data_ranks)
-    assert found.train_batch_size == exported.batch.whole
+    parallel, megatron = exported.config.parallel, name == "megatron-deepspeed"
+    found = read_by_deepspeed(tables(exported, name), exported, megatron=megatron)
+    # Ranks that no grid knows, or that a pipeline has not, count as data in what DeepSpeed derives.
+    piped = parallel.pipeline > 1
+    times = 1 if megatron else parallel.context if piped else parallel.tensor
+    assert exported.batch.whole is not None
+    assert found.train_batch_size == exported.batch.whole * times
+    assert found.train_micro_batch_size_per_gpu == exported.batch.micro
+    assert found.gradient_accumulation_steps == exported.batch.count
     stage = exported.config.zero.stage
-    piped = name == "megatron-deepspeed" and exported.config.parallel.pipeline > 1
-    assert found.zero_optimization_stage == (min(stage, 1) if piped else stage)
+    assert found.zero_optimization_stage == (min(stage, 1) if piped and megatron else stage)
+
+
+@settings(max_examples=15)
+@given(exported=cases.exported_layouts(), compiled=st.booleans())
+def test_deepspeed_folds_experts_and_tensors_of_any_layout(
+    deepspeed: Any, exported: Exported, compiled: bool
+) -> None:
+    from deepspeed.module_inject.auto_ep_folding import build_folding_spec, validate_folding_global
+
+    exported = replace(
+        exported,
+        config=exported.config.with_changes({"compute.compile": "blocks" if compiled else False}),
+    )
+    found = tables(exported)
+    assert exported.devices is not None
+    spec = build_folding_spec(
+        world_size=exported.devices,
+        pp_size=exported.config.parallel.pipeline,
+        tp_size=found.get("tensor_parallel", {}).get("autotp_size", 1),
+        ep_size=found.get("expert_parallel", {}).get("autoep_size", 1),
+    )
+    stages = found.get("zero_optimization", {})
+    validate_folding_global(
+        spec,
+        sp_size=found.get("sequence_parallel_size", 1),
+        deepcompile_enabled=found.get("compile", {}).get("deepcompile", False),
+        autoep_enabled=found.get("expert_parallel", {}).get("enabled", False),
+        zero_offload_optimizer="offload_optimizer" in stages,
+        zero_offload_param="offload_param" in stages,
+    )
+
+
+def test_what_deepspeed_refuses_beside_experts_and_tensors_is_named() -> None:
+    row = {"data": 8, "expert": 4, "tensor": 2, "zero_stage": 2, "optimizer_offload": "cpu"}
+    folded = exported_of_layout(row, cases.MIXTURE)
+    written = write("deepspeed", folded)
+    assert "offload_optimizer" not in written.text and '"autoep_size": 4' in written.text
+    assert "offload.optimizer" in cases.named(written)
+    spilled = exported_of_layout({**row, "activation_offload": "nvme"}, cases.MIXTURE)
+    assert {"offload.optimizer", "offload.activations"} <= cases.named(write("deepspeed", spilled))
+    lengthy = write("deepspeed", exported_of_layout({**row, "context": 2}, cases.MIXTURE))
+    assert "expert_parallel" not in lengthy.text and "offload_optimizer" in lengthy.text
+    assert "parallel.expert" in cases.named(lengthy)
+
+
+def test_sequence_ranks_have_a_mesh_where_it_can_be_had() -> None:
+    row = {"data": 4, "context": 2}
+    assert tables(exported_of_layout(row, cases.DENSE))["data_parallel_size"] == 4
+    unknown = write("deepspeed", Exported(Config().with_changes({"parallel.context": 2})))
+    assert any("give --devices" in line for line in unknown.cannot)
+    beside = write("deepspeed", exported_of_layout({**row, "tensor": 2}, cases.DENSE))
+    assert "data_parallel_size" not in beside.text
+    assert any("no mesh of tensor and sequence ranks" in line for line in beside.cannot)
+    piped = write("deepspeed", exported_of_layout({**row, "pipeline": 2, "microbatches": 4}, cases.DENSE))
+    assert "sequence_parallel_size" not in piped.text and "parallel.context" in cases.named(piped)
+
+
+def test_compiling_is_the_programs_to_begin() -> None:
+    lines = [
+        line
+        for stage in (0, 1)
+        for line in write(
+            "deepspeed",
+            Exported(Config().with_changes({"compute.compile": "blocks", "zero.stage": stage})),
+        ).cannot
+        if "engine.compile()" in line
+    ]
+    assert [("torch.compile" in line) for line in lines] == [True, False]
+
+
+def test_a_batch_over_tensor_ranks_is_left_to_deepspeed() -> None:
+    config = Config().with_changes({"parallel.tensor": 2, "accumulation.global_batch": 64})
+    known = write("deepspeed", Exported(config, devices=8))
+    found = json.loads(known.text)
+    assert "train_batch_size" not in found and found["train_micro_batch_size_per_gpu"] == 16
+    assert any("finds 128 where the layout has 64" in line for line in known.cannot)
+    unknown = write("deepspeed", Exported(config))
+    assert "train_batch_size" not in unknown.text
+    assert "accumulation.global_batch" in cases.named(unknown)
 
 
 def back(config: Config) -> Config:
@@ -130,13 +231,14 @@ def test_there_and_back_with_degrees_and_compiled_blocks() -> None:
     config = Config().with_changes(
         {
             "parallel.tensor": 4,
-            "parallel.expert": 8,
             "compute.compile": "blocks",
             "zero.stage": 1,
             "zero.reshard_after_forward": None,
         }
     )
     assert back(config) == config
+    experts = Config().with_changes({"parallel.expert": 8, "parallel.tensor": 4})
+    assert back(experts) == experts
     context = Config().with_changes({"parallel.context": 2, "zero.stage": 3, "zero.reshard_after_forward": 8})
     assert back(context) == context
 

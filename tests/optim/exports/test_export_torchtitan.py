@@ -97,9 +97,60 @@ def test_any_layout_builds_and_fills_its_devices(exported: Exported) -> None:
     ranks = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
     assert training.global_batch_size % (training.local_batch_size * ranks) == 0  # as Trainer checks
     assert exported.layout is not None
+    if parallelism.pipeline_parallel_degree > 1 and "parallel.chunks" not in cases.named(
+        write("torchtitan", exported)
+    ):
+        assert exported.workload is not None
+        stages = torchtitan_shape.stages_of(parallelism, exported.workload.layers)
+        chunks = 2 if parallelism.pipeline_parallel_schedule in ("ZBVZeroBubble", "DualPipeV") else 1
+        assert stages == parallelism.pipeline_parallel_degree * max(exported.config.parallel.chunks, chunks)
     pieces = training.local_batch_size // exported.layout["micro_batch"]  # type: ignore[operator]
     steps = training.global_batch_size // (training.local_batch_size * ranks)
     assert pieces * steps == exported.layout["microbatches"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "chunks", "field"),
+    [
+        (32, 8, 4, "module_fqns_per_model_part"),  # by layers a stage these were 17 stages, which it refuses
+        (32, 4, 4, "module_fqns_per_model_part"),  # and these 12, of which it took three a rank
+        (80, 4, 4, "module_fqns_per_model_part"),
+        (126, 4, 4, "pipeline_parallel_layers_per_stage"),
+        (30, 4, 8, "pipeline_parallel_layers_per_stage"),
+        (32, 4, 2, None),
+    ],
+)
+def test_stages_a_rank_are_those_of_the_plan(
+    layers: int, pipeline: int, chunks: int, field: str | None
+) -> None:
+    row = {"pipeline": pipeline, "schedule": "interleaved", "chunks": chunks, "microbatches": 16}
+    exported = exported_of_layout(row, cases.DENSE.with_changes(layers=layers))
+    parallelism = built(exported).parallelism
+    assert torchtitan_shape.stages_of(parallelism, layers) == pipeline * chunks
+    written = {"module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"}
+    assert {name for name in written if getattr(parallelism, name)} == ({field} if field else set())
+    assert "parallel.chunks" not in cases.named(write("torchtitan", exported))
+    parts = parallelism.module_fqns_per_model_part
+    if parts:
+        everything = ["tok_embeddings", *(f"layers.{layer}" for layer in range(layers)), "norm", "lm_head"]
+        assert [name for part in parts for name in part] == everything
+        sizes = [len(part) - ("lm_head" in part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel.schedule": "zbv"}, "ZBVZeroBubble has two stages a rank"),
+        ({"parallel.schedule": "unheard-of"}, "1F1B has one stage a rank"),
+        ({"parallel.schedule": "interleaved"}, "no number of layers a stage comes to 32 stages"),
+    ],
+)
+def test_stages_a_rank_that_it_has_not_are_named(changes: dict[str, Any], words: str) -> None:
+    config = Config().with_changes({"parallel.pipeline": 8, "parallel.chunks": 4, **changes})
+    written = write("torchtitan", Exported(config, cases.DENSE.with_changes(name="another")))
+    assert any(line.startswith("parallel.chunks") and words in line for line in written.cannot)
+    assert "layers_per_stage" not in written.text and "module_fqns" not in written.text
 
 
 def test_models_of_its_own_are_named_and_others_are_left_to_the_user() -> None:
@@ -137,7 +188,8 @@ for name in json.loads(sys.argv[2]):
     schedules.get_schedule_class(parallelism.pipeline_parallel_schedule)
     found.append([parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_schedule,
                   parallelism.data_parallel_shard_degree, training.global_batch_size, training.seq_len,
-                  type(config.activation_checkpoint).__qualname__, len(config.model_spec.model.layers)])
+                  type(config.activation_checkpoint).__qualname__, len(config.model_spec.model.layers),
+                  len(parallelism.module_fqns_per_model_part or ()) or None])
 for module, function in json.loads(sys.argv[3]):
     getattr(importlib.import_module(f"torchtitan.models.{module}.config_registry"), function)
 print(json.dumps(found))
@@ -149,6 +201,9 @@ def test_torchtitans_own_parser_reads_exports(tmp_path: Path) -> None:
     mixture = cases.MIXTURE.with_changes(name="deepseek-v3")
     rows = {
         "titan_dense": exported_of_layout(ROW, cases.DENSE),
+        "titan_stages": exported_of_layout(
+            {"pipeline": 8, "schedule": "interleaved", "chunks": 4, "microbatches": 16}, cases.DENSE
+        ),
         "titan_plain": exported_of_layout(
             {"data": 64, "zero_stage": 3, "recompute": "selective"}, cases.DENSE
         ),
@@ -158,7 +213,8 @@ def test_torchtitans_own_parser_reads_exports(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(write("torchtitan", exported).text)
     given = (str(tmp_path), json.dumps(list(rows)), json.dumps(sorted(set(_MODELS.values()))))
     said = run_with("torchtitan", READ, *given, folder=tmp_path)
-    dense, plain, experts = json.loads(said.splitlines()[-1])
-    assert dense == [2, "ZBVZeroBubble", 4, 128, 8192, "FullAC.Config", 32]
+    dense, stages, plain, experts = json.loads(said.splitlines()[-1])
+    assert dense == [2, "ZBVZeroBubble", 4, 128, 8192, "FullAC.Config", 32, None]
+    assert stages[:2] == [1, "Interleaved1F1B"] and stages[-2:] == [32, 32]
     assert plain[2:6] == [64, 64, 8192, "SelectiveAC.Config"]
     assert experts[2] == 64 and experts[6] == 61
