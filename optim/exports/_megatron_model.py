@@ -7,11 +7,11 @@ from trine.optim.exports._exported import Exported
 from trine.optim.exports._text import Flags
 from trine.optim.plan.workload import Workload
 
-__all__ = ["add_batch", "add_model", "add_sizes"]
+__all__ = ["add_batch", "add_model", "add_sizes", "name_kinds"]
 
 
 def add_sizes(flags: Flags, workload: Workload) -> None:
-    """The dimensions whose names both have had from the start."""
+    """The dimensions whose names both have had from the start. Both refuse fewer positions than a sequence has."""
     flags.add("--num-layers", workload.layers)
     flags.add("--hidden-size", workload.hidden)
     flags.add("--ffn-hidden-size", workload.ffn)
@@ -19,13 +19,51 @@ def add_sizes(flags: Flags, workload: Workload) -> None:
     if workload.head_size * workload.heads != workload.hidden:
         flags.add("--kv-channels", workload.head_size)
     flags.add("--seq-length", workload.sequence)
-    flags.add("--max-position-embeddings", workload.positions or workload.sequence)
+    flags.add("--max-position-embeddings", max(workload.positions, workload.sequence))
     if workload.gated:
         flags.add("--swiglu")
     if not workload.bias:
         flags.add("--disable-bias-linear")
     if not workload.tied_embeddings:
         flags.add("--untie-embeddings-and-output-weights")
+
+
+def name_kinds(workload: Workload, account: Account, base_flag: str, unlike: tuple[str, ...]) -> None:
+    """Name what sizes do not tell, and how it is written; and what neither has flags for.
+
+    A workload knows what a model holds, not what it computes: positions that are not learned may be rotary of any base, or
+    ALiBi; a norm without a bias may be either; a gate may be SiLU's or GELU's. ``base_flag``: the tool's for the base of
+    rotary positions; ``unlike``: what else the tool has no flag for.
+    """
+    kinds = ["SiLU gates" if workload.gated else "GELU without gates"]
+    if not workload.norm_bias:
+        kinds.append("RMSNorm")
+    if not workload.learned_positions:
+        kinds.append(f"rotary positions of base 10000 ({base_flag})")
+    account.notes(f"the model: its sizes do not tell its kinds: written as {', '.join(kinds)}")
+    found = [words for words, has in _unlike(workload) if has]
+    for words in (*found, *unlike):
+        account.notes(f"the model: it does not have {words}")
+    if workload.learned_positions and 0 < workload.positions < workload.sequence:
+        account.notes(
+            f"the model: --max-position-embeddings: {workload.positions} there, and a sequence has {workload.sequence}: "
+            "written as that"
+        )
+
+
+def _unlike(workload: Workload) -> tuple[tuple[str, bool], ...]:
+    """What a model of Megatron's has not, and whether this one has it."""
+    plain = workload.bias
+    return (
+        (f"layers with {workload.norms} norms: two are written", workload.norms != 2),
+        ("norms without weights", not workload.norm_weights),
+        ("queries, keys and values without biases beside others with", plain and not workload.attention_bias),
+        ("a bias of attention's output unlike the others", workload.output_bias != plain),
+        ("a bias of the feed-forward unlike the others", workload.mlp_bias != plain),
+        ("attention that looks ahead", not workload.causal),
+        (f"{workload.other_layer_parameters} more parameters a layer", workload.other_layer_parameters > 0),
+        (f"{workload.other_parameters} more parameters beside layers", workload.other_parameters > 0),
+    )
 
 
 def add_model(flags: Flags, exported: Exported, account: Account) -> None:
@@ -44,7 +82,7 @@ def add_model(flags: Flags, exported: Exported, account: Account) -> None:
         flags.add("--add-qkv-bias")
     flags.add("--position-embedding-type", "learned_absolute" if workload.learned_positions else "rope")
     flags.add("--normalization", "LayerNorm" if workload.norm_bias else "RMSNorm")
-    if workload.query_key_norm:
+    if workload.query_key_norm or workload.latent is not None:  # of latents it norms what is compressed
         flags.add("--qk-layernorm")
     if not workload.dropout:
         flags.add("--attention-dropout", 0.0)
@@ -56,6 +94,9 @@ def add_model(flags: Flags, exported: Exported, account: Account) -> None:
     if workload.is_mixture:
         _add_experts(flags, workload)
     flags.add("--vocab-size", workload.vocab)
+    whole = bool(workload.query_key_norm) and workload.query_key_norm != 2 * workload.head_size
+    unlike = ("norms over all heads' queries and keys: one a head is written",) if whole else ()
+    name_kinds(workload, account, "--rotary-base", unlike)
 
 
 def _add_latent(flags: Flags, workload: Workload) -> None:

@@ -21,6 +21,10 @@ class Flags:
             " ".join([flag, *(f"{value:g}" if isinstance(value, float) else str(value) for value in values)])
         )
 
+    def has(self, flag: str) -> bool:
+        """Whether it has been added."""
+        return any(line.partition(" ")[0] == flag for line in self._lines)
+
     @property
     def text(self) -> str:
         """All of them."""

@@ -139,7 +139,7 @@ def _refused(config: Config) -> dict[str, str]:
     offloads = [key for key in config.changes() if key.startswith("offload.")]
     if "offload.activations" in offloads:  # the rest is of its tier as well
         offloads = [key for key in offloads if key in ("offload.optimizer", "offload.parameters")]
-    found |= {key: f"{why}: state stays on the device" for key in offloads}
+    found |= dict.fromkeys(offloads, f"{why}: state stays on the device")
     if config.compute.compile == "blocks":
         found["compute.compile"] = f"{why}: nothing is compiled"
     return found

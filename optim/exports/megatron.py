@@ -65,6 +65,11 @@ def _add_parallel(flags: Flags, exported: Exported, account: Account) -> None:
         flags.add(
             "--expert-tensor-parallel-size", 1
         )  # experts stay whole; Megatron would cut them by tensor ranks
+    if (parallel.tensor > 1 or parallel.context > 1) and exported.config.zero.stage < 2:
+        account.notes(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment: on devices before Blackwell it insists, beside tensor or "
+            "context ranks"
+        )
     account.says("parallel.loss")  # its head and loss are always cut over the vocabulary
     account.misses("parallel.plan", "its own modules know how they are cut")
 
@@ -247,18 +252,14 @@ def _add_offload(flags: Flags, exported: Exported, account: Account) -> None:
         "offload.optimizer", "it has host memory, under the distributed optimizer: zero.stage of 1 or more"
     )
     account.misses("offload.parameters", "parameters stay on the device")
-    if (
-        offload.activations == "cpu"
-        and exported.workload is not None
-        and exported.config.parallel.pipeline == 1
-    ):
+    layers = 1 if exported.workload is None else exported.workload.layers
+    alone = exported.config.parallel.pipeline == 1 and not flags.has("--recompute-granularity")
+    if offload.activations == "cpu" and layers > 1 and alone:
         account.says("offload.activations")
-        flags.add(
-            "--cpu-offloading-num-layers", max(1, exported.workload.layers - 1)
-        )  # the last is needed at once
+        flags.add("--cpu-offloading-num-layers", layers - 1)  # the last is needed at once
     account.misses(
         "offload.activations",
-        "it has host memory, by layers (--cpu-offloading-num-layers), without a pipeline and recomputation",
+        "it has host memory, by layers (--cpu-offloading-num-layers), without a pipeline or recomputation",
     )
     for key in ("path", "tile_mib", "device_bytes", "cpu_bytes", "overlap"):
         account.misses(f"offload.{key}", "is of tiers that Megatron-LM has not")

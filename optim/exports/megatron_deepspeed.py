@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Exported
-from trine.optim.exports._megatron_model import add_batch, add_sizes
+from trine.optim.exports._megatron_model import add_batch, add_sizes, name_kinds
 from trine.optim.exports._text import Flags
 from trine.optim.exports.deepspeed import tables_of
+from trine.optim.plan.workload import Workload
 
 __all__ = ["NAME", "TOOL", "export"]
 
@@ -91,8 +92,17 @@ def _add_model(flags: Flags, exported: Exported, account: Account) -> None:
     if not workload.dropout:
         flags.add("--attention-dropout", 0.0)
         flags.add("--hidden-dropout", 0.0)
-    if not workload.is_mixture:
-        return
+    unlike = (
+        ("norms over queries and keys", bool(workload.query_key_norm)),
+        ("biases of queries, keys and values alone", bool(workload.attention_bias) and not workload.bias),
+    )
+    words = tuple(word for word, has in unlike if has)
+    name_kinds(workload, account, "--rotary-position-embeddings-theta", words)
+    if workload.is_mixture:
+        _add_experts(flags, workload, account)
+
+
+def _add_experts(flags: Flags, workload: Workload, account: Account) -> None:
     flags.add("--num-experts", workload.experts)
     flags.add("--topk", workload.experts_per_token)
     flags.add("--expert-interval", 1)  # every layer
@@ -116,6 +126,10 @@ def _add_parallel(flags: Flags, exported: Exported, account: Account) -> None:
         flags.add(
             "--ds-sequence-parallel-size", parallel.context
         )  # by heads, with all-to-all (Jacobs et al. 2023)
+    if parallel.context > 1 and (parallel.tensor > 1 or parallel.pipeline > 1):
+        account.notes(
+            "--ds-sequence-parallel-size: it refuses sequence ranks beside tensor ranks and pipelines: take a layout without"
+        )
     if parallel.context > 1:
         account.misses("parallel.sequence", "it cannot stand beside --ds-sequence-parallel-size")
     elif parallel.tensor == 1:
@@ -124,6 +138,7 @@ def _add_parallel(flags: Flags, exported: Exported, account: Account) -> None:
         )
     elif account.takes("parallel.sequence"):
         flags.add("--sequence-parallel")
+        account.notes("CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment: --sequence-parallel insists on it")
     if account.takes("parallel.expert"):
         flags.add("--moe-expert-parallel-size", parallel.expert)
     account.misses("parallel.plan", "its own modules know how they are cut")
@@ -141,7 +156,13 @@ def _add_pipeline(flags: Flags, exported: Exported, account: Account) -> None:
     flags.add("--pipeline-model-parallel-size", parallel.pipeline)
     account.says("parallel.microbatches")
     planned = None if exported.layout is None else exported.layout["schedule"]
-    if planned == "zb-h1":
+    if planned == "zb-h1" and flags.has("--sequence-parallel"):  # what fits comes first
+        account.says_column("schedule")
+        account.says("parallel.schedule")
+        account.notes(
+            "schedule = zb-h1: --enable-zbh1-pipeline refuses --sequence-parallel beside it: written as 1F1B"
+        )
+    elif planned == "zb-h1":
         flags.add("--enable-zbh1-pipeline")
         account.says_column("schedule")
         account.says("parallel.schedule")

@@ -9,7 +9,7 @@ from typing import Any
 import export_cases as cases
 import megatron_flags
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from other_tools import run_with
 
 from trine.optim.config import Config
@@ -110,8 +110,81 @@ def test_a_mixture_with_latent_attention() -> None:
     assert found["--expert-model-parallel-size"] == "64" and found["--expert-tensor-parallel-size"] == "1"
     assert found["--moe-layer-freq"] == "([0]*3+[1]*58)" and found["--moe-router-topk"] == "8"
     assert found["--kv-lora-rank"] == "512" and found["--q-lora-rank"] == "1536"
-    assert "--num-query-groups" not in found
+    assert "--num-query-groups" not in found and "--qk-layernorm" in found
     assert not any(line.startswith("expert") for line in write("megatron", exported).cannot)
+
+
+def test_activations_are_offloaded_or_recomputed() -> None:
+    # Megatron-Core raises at both together, and at as many layers as there are (TransformerConfig.__post_init__).
+    for recompute in ("full", "selective"):
+        row = {"activation_offload": "cpu", "recompute": recompute}
+        written = write("megatron", exported_of_layout(row, cases.DENSE))
+        assert "--cpu-offloading-num-layers" not in written.text and "--recompute-granularity" in written.text
+        assert "offload.activations" in cases.named(written)
+    single = exported_of_layout({"activation_offload": "cpu"}, cases.DENSE.with_changes(layers=1))
+    assert "--cpu-offloading-num-layers" not in flags(single)
+
+
+#: Models that hold what no flag says: ALiBi and a norm of the embeddings (BLOOM), one norm a layer and a feed-forward with
+#: biases alone (GPT-J), norms around both parts (Gemma 2), norms without weights (OLMo).
+KINDS: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"bias": True, "norm_bias": True, "gated": False, "other_parameters": 8192},
+        ["GELU", "rotary", "8192 more"],
+    ),
+    ({"norms": 1, "mlp_bias": True}, ["RMSNorm", "layers with 1 norms", "feed-forward"]),
+    ({"norms": 4}, ["SiLU", "layers with 4 norms"]),
+    ({"norm_weights": False}, ["norms without weights"]),
+    ({"bias": True, "attention_bias": False, "output_bias": False}, ["without biases", "attention's output"]),
+    ({"other_layer_parameters": 64, "causal": False}, ["64 more parameters a layer", "looks ahead"]),
+    ({"learned_positions": True, "positions": 2048}, ["2048 there, and a sequence has 8192"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), KINDS)
+@pytest.mark.parametrize("name", ["megatron", "megatron-deepspeed"])
+def test_what_sizes_do_not_tell_of_a_model_is_named(
+    name: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    lines = write(name, exported_of_layout({}, cases.DENSE.with_changes(**changes))).cannot
+    model = [line for line in lines if line.startswith("the model: ")]
+    assert all(any(word in line for line in model) for word in words), model
+    plain = write(name, exported_of_layout({}, cases.DENSE)).cannot
+    flag = "--rotary-base" if name == "megatron" else "--rotary-position-embeddings-theta"
+    kinds = f"written as SiLU gates, RMSNorm, rotary positions of base 10000 ({flag})"
+    assert [line for line in plain if line.startswith("the model: ")] == [
+        f"the model: its sizes do not tell its kinds: {kinds}"
+    ]
+
+
+def test_positions_are_no_fewer_than_a_sequence_has() -> None:
+    learned = cases.DENSE.with_changes(learned_positions=True, positions=2048)
+    assert flags(exported_of_layout({}, learned))["--max-position-embeddings"] == "8192"
+    longer = learned.with_changes(positions=10000)
+    assert flags(exported_of_layout({}, longer))["--max-position-embeddings"] == "10000"
+
+
+def test_what_the_environment_has_to_say() -> None:
+    def names(name: str, **row: Any) -> bool:
+        lines = write(name, exported_of_layout(row, cases.DENSE)).cannot
+        return any(line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 ") for line in lines)
+
+    assert names("megatron", tensor=2) and names("megatron", context=2) and not names("megatron", data=2)
+    assert not names("megatron", tensor=2, data=2, zero_stage=2)  # Megatron-FSDP wants the contrary
+    assert names("megatron-deepspeed", tensor=2, sequence=1) and not names("megatron-deepspeed", tensor=2)
+
+
+def test_megatron_deepspeed_has_neither_zero_bubbles_beside_split_sequences_nor_sequence_ranks_beside_tensors() -> (
+    None
+):
+    row = {"pipeline": 4, "tensor": 2, "sequence": 1, "schedule": "zb-h1", "microbatches": 8}
+    written = write("megatron-deepspeed", exported_of_layout(row, cases.DENSE))
+    found = cases.flags_of(written.files["megatron.flags"])
+    assert "--sequence-parallel" in found and "--enable-zbh1-pipeline" not in found
+    assert "schedule" in cases.named(written)
+    for row, refused in (({"context": 2}, False), ({"context": 2, "tensor": 2}, True)):
+        lines = write("megatron-deepspeed", exported_of_layout(row, cases.DENSE)).cannot
+        assert any("refuses sequence ranks" in line for line in lines) == refused
 
 
 def test_schedules_that_it_has_not_are_named() -> None:
@@ -143,6 +216,8 @@ def test_megatrons_parser_takes_any_layout(exported: Exported) -> None:
     data = exported.devices // model
     assert data == exported.layout["data"]
     assert found.global_batch_size == data * found.micro_batch_size * exported.layout["microbatches"]
+    assert not (found.cpu_offloading_num_layers and found.recompute_granularity)
+    assert found.max_position_embeddings >= found.seq_length
     assert not (found.num_layers_per_virtual_pipeline_stage and found.num_virtual_stages_per_pipeline_rank)
 
 
@@ -156,6 +231,7 @@ def test_megatron_deepspeeds_parser_takes_any_layout(exported: Exported) -> None
     assert found.micro_batch_size == tables["train_micro_batch_size_per_gpu"]
     assert found.global_batch_size == tables["train_batch_size"]
     assert bool(found.pipeline_model_parallel_size) != found.no_pipeline_parallel
+    assert not (found.sequence_parallel and found.enable_zbh1_pipeline)
     assert not (found.sequence_parallel and found.ds_sequence_parallel_size)
 
 
@@ -206,10 +282,11 @@ def test_megatron_cores_own_checks_take_layouts(tmp_path: Path) -> None:
 
     @settings(max_examples=40, database=None)
     @given(cases.exported_layouts())
+    @example(exported_of_layout({"activation_offload": "cpu"}, cases.DENSE))
     def collect(exported: Exported) -> None:
         found = megatron_flags.parsed(write("megatron", exported).text, megatron_flags.MEGATRON)
-        if exported.config.precision.float8 or found.cpu_offloading_num_layers:
-            return  # both want Transformer Engine
+        if exported.config.precision.float8:
+            return  # which wants Transformer Engine
         if found.num_experts and (found.tensor_model_parallel_size or 1) > 1 and not found.sequence_parallel:
             return  # which Megatron trains no mixture with, and the export says so
         lines.append(
