@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from trine.optim.plan.whatif.graph import HOST, LINK, RankStep, Step, Task
+from trine.record.errors import UsageError
 
 __all__ = ["Replayed", "replay"]
 
@@ -47,7 +48,7 @@ class _Lane:
 
 
 def replay(step: Step, slowdown: float = 0.0) -> Replayed:
-    """Raises ``ValueError`` where tasks wait for each other in a circle."""
+    """Raises ``UsageError`` where tasks wait for each other in a circle, as where messages cannot be told apart."""
     return _fluid(step, slowdown) if slowdown > 0 else _longest_path(step)
 
 
@@ -241,7 +242,8 @@ def _longest_path(step: Step) -> Replayed:
 def _require_nothing(step: Step, left: list[tuple[int, Task]]) -> None:
     if left:
         place, task = left[0]
-        raise ValueError(
-            f"step {step.index}: {len(left)} lanes wait for each other, rank {step.ranks[place].rank} before "
-            f"{task.key or task.name or task.kind}"
+        raise UsageError(
+            f"step {step.index} cannot be replayed: {len(left)} streams and threads would wait for each other, rank "
+            f"{step.ranks[place].rank} before {task.key or task.name or task.kind}; gains of changes are estimated "
+            "without a replay"
         )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trine.optim.plan.whatif.graph import LINK, RankStep, Step, Task
 from trine.optim.plan.whatif.operators import Operator
 from trine.optim.plan.whatif.replay import replay
+from trine.record.errors import UsageError
 
 WAIT = Operator("wait", None, None, 0, "fp32")
 TRANSFER = Operator("transfer", None, None, 0, "fp32")
@@ -68,7 +69,7 @@ def test_streams_run_beside_the_host_after_their_launches() -> None:
 def test_a_circle_is_named() -> None:
     one = Task(1.0, "forward", number=-5, after=(-6,))
     other = Task(1.0, "forward", "stream 7", number=-6, after=(-5,))
-    with pytest.raises(ValueError, match="wait for each other, rank 0"):
+    with pytest.raises(UsageError, match="wait for each other, rank 0"):
         replay(step_of([one, other]))
 
 
