@@ -103,6 +103,7 @@ VALUES: dict[str, list[Any]] = {
     "accumulation.delayed": [True],
     "parallel.tensor": [2, 4],
     "parallel.context": [2],
+    "parallel.expert": [2, 4],
     "parallel.pipeline": [2, 4],
     "parallel.schedule": ["1f1b", "interleaved", "zbv", "gpipe", "unheard-of"],
     "parallel.microbatches": [8],

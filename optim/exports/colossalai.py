@@ -35,8 +35,9 @@ def export(exported: Exported) -> Written:
     account.says("engine")
     name = _plugin_of(exported)
     arguments = _gemini(exported, account) if name == _GEMINI else _hybrid(exported, account, name)
-    arguments |= _precision(exported, account, name)
-    arguments |= _replicas(exported, account, name)
+    arguments |= _precision(exported, account, name, sharded=arguments.get("zero_stage", 3) > 0)
+    if name != _GEMINI:
+        arguments |= _replicas(exported, account, name, arguments["zero_stage"])
     _name_the_program(exported, account)
     return account.written({"trine_colossalai.py": _module(name, arguments)})
 
@@ -71,19 +72,15 @@ def _module(name: str, arguments: Arguments) -> str:
 
 def _hybrid(exported: Exported, account: Account, name: str) -> Arguments:
     config = exported.config
-    parallel, zero = config.parallel, config.zero
+    parallel = config.parallel
     account.says("parallel.tensor", "parallel.pipeline", "parallel.data", "parallel.expert", "parallel.loss")
     found: Arguments = {"tp_size": parallel.tensor, "pp_size": parallel.pipeline}
     if name == _EXPERTS:
         found["ep_size"] = parallel.expert
-    most = 1 if parallel.pipeline > 1 or name == _EXPERTS else 2  # both insist on it
-    if zero.stage > most:
-        account.misses("zero.stage", f"beside these degrees it shards up to stage {most}: written as {most}")
-    account.says("zero.stage")
-    found["zero_stage"] = min(zero.stage, most)
-    found |= _sequence(exported, account)
+    found["zero_stage"] = _stage(exported, account, name)
+    found |= _sequence(exported, account, name)
     found |= _pipeline(exported, account)
-    if config.offload.optimizer == "cpu" and zero.stage:
+    if config.offload.optimizer == "cpu" and found["zero_stage"]:
         account.says("offload.optimizer")
         found["cpu_offload"] = True
     account.misses(
@@ -94,16 +91,42 @@ def _hybrid(exported: Exported, account: Account, name: str) -> Arguments:
     return found
 
 
-def _sequence(exported: Exported, account: Account) -> Arguments:
-    """Over tensor ranks ("split_gather", as Korthikanti's), or over ranks of their own ("ring_attn"); one of them."""
+def _stage(exported: Exported, account: Account, name: str) -> int:
+    """The stage that both constructors take; without one, experts are left to DistributedDataParallel, which they refuse."""
+    parallel, zero = exported.config.parallel, exported.config.zero
+    most = 1 if parallel.pipeline > 1 or name == _EXPERTS else 2
+    if zero.stage > most:
+        account.misses("zero.stage", f"beside these degrees it shards up to stage {most}: written as {most}")
+    account.says("zero.stage")
+    if name == _EXPERTS and parallel.pipeline == 1 and zero.stage == 0:
+        account.notes("zero.stage: experts without a pipeline want optimizer state sharded: written as 1")
+        return 1
+    return min(zero.stage, most)
+
+
+def _sequence(exported: Exported, account: Account, name: str) -> Arguments:
+    """Over tensor ranks ("split_gather", as Korthikanti's), or over ranks of their own; one of them.
+
+    The latter exchange keys and values in a ring ("ring_attn"), for which the plugin of experts has no case: it has
+    "all_to_all", over heads. Its models refuse either beside a pipeline (``colossalai/shardformer/policies/mixtral.py``).
+    """
     parallel = exported.config.parallel
+    if name == _EXPERTS and parallel.pipeline > 1:
+        why = "its mixtures split no sequence beside a pipeline: left out"
+        account.misses("parallel.context", f"{why}, and these ranks see batches of their own there")
+        account.misses("parallel.sequence", why)
+        return {}
+    if name == _EXPERTS and parallel.context > 1:
+        account.notes(
+            "parallel.context: experts' plugin has no ring attention: written as all_to_all, over heads"
+        )
     if account.takes("parallel.context"):
         account.misses(
             "parallel.sequence", "one way to split the sequence at a time: that over context ranks is written"
         )
         return {
             "enable_sequence_parallelism": True,
-            "sequence_parallelism_mode": "ring_attn",
+            "sequence_parallelism_mode": "all_to_all" if name == _EXPERTS else "ring_attn",
             "sp_size": parallel.context,
         }
     if parallel.tensor == 1:
@@ -187,13 +210,14 @@ def _gemini(exported: Exported, account: Account) -> Arguments:
     return found
 
 
-def _precision(exported: Exported, account: Account, name: str) -> Arguments:
+def _precision(exported: Exported, account: Account, name: str, sharded: bool) -> Arguments:
     precision = exported.config.precision
     dtype = precision.dtype or "fp32"
-    if name == _GEMINI and dtype == "fp32":
+    if sharded and dtype == "fp32":
+        why = f"{'Gemini' if name == _GEMINI else 'its ZeRO'} has bf16 and fp16: written as bf16"
         if precision.dtype is None:
-            account.notes("precision.dtype: Gemini has bf16 and fp16: written as bf16")
-        account.misses("precision.dtype", "Gemini has bf16 and fp16: written as bf16")
+            account.notes(f"precision.dtype: {why}")
+        account.misses("precision.dtype", why)
         dtype = "bf16"
     account.says("precision.dtype", "precision.master_weights")
     found: Arguments = {"precision": dtype}
@@ -208,18 +232,18 @@ def _precision(exported: Exported, account: Account, name: str) -> Arguments:
     return found
 
 
-def _replicas(exported: Exported, account: Account, name: str) -> Arguments:
-    communication, stage = exported.config.communication, exported.config.zero.stage
-    if name == _GEMINI:
-        return {}
+def _replicas(exported: Exported, account: Account, name: str, stage: int) -> Arguments:
+    communication = exported.config.communication
     found: Arguments = {}
     if isinstance(communication.bucket_mib, int | float) and account.takes("communication.bucket_mib"):
         if stage == 0:
             found["ddp_bucket_cap_mb"] = max(1, round(communication.bucket_mib))
         else:
             found["zero_bucket_size_in_m"] = max(1, round(communication.bucket_mib / _ELEMENT_BYTES))
+    if name == _EXPERTS and communication.overlap is True:  # which it turns off, and shards besides
+        account.misses("communication.overlap", "experts that no token visits would have it wait for ever")
     if stage and communication.overlap is not None and account.takes("communication.overlap"):
-        found["overlap_communication"] = communication.overlap
+        found["overlap_communication"] = communication.overlap and name != _EXPERTS
     elif communication.overlap is True:
         account.says("communication.overlap")
     for ours, theirs in (("gradient_as_view", "gradient_as_bucket_view"), ("static_graph", "static_graph")):

@@ -103,7 +103,8 @@ class Plugin:
         style, chunks = get("pp_style", "1f1b"), get("num_model_chunks", 1)
         assert style != "zbv" or get("scheduler_nodes") is not None
         if get("enable_sequence_parallelism"):
-            assert get("sequence_parallelism_mode") in ("split_gather", "ring", "all_to_all", "ring_attn")
+            ring = ("ring_attn",) if kind == "HybridParallelPlugin" else ()  # experts' has no case for it
+            assert get("sequence_parallelism_mode") in ("split_gather", "ring", "all_to_all", *ring)
             assert (
                 get("sequence_parallelism_mode") not in ("split_gather", "ring") or arguments["tp_size"] > 1
             )
@@ -111,7 +112,13 @@ class Plugin:
             assert get("sp_size") in (1, None)
         assert arguments["zero_stage"] in (0, 1, 2)
         if kind == "MoeHybridParallelPlugin":
-            assert arguments["zero_stage"] <= 1  # it falls back to 1 with a warning
+            # With 2, and with overlap, it falls back to 1 with a warning.
+            assert arguments["zero_stage"] <= 1 and not get("overlap_communication")
+            # configure(): DistributedDataParallel reduces over one group, and experts have another.
+            assert arguments["ep_size"] == 1 or arguments["pp_size"] > 1 or arguments["zero_stage"]
+            # shardformer/policies/mixtral.py and deepseek.py
+            assert arguments["pp_size"] == 1 or not get("enable_sequence_parallelism")
+        assert arguments["zero_stage"] == 0 or get("precision") != "fp32"  # configure()
         if arguments["pp_size"] > 1:
             assert style in ("1f1b", "interleaved", "zbv")
             assert style in ("interleaved", "zbv") or chunks == 1
@@ -208,6 +215,48 @@ def test_experts_have_a_plugin_of_their_own() -> None:
         8,
         1,
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "arguments", "named"),
+    [
+        ({}, {"zero_stage": 1}, "zero.stage: experts without a pipeline"),
+        ({"pipeline": 2, "microbatches": 4}, {"zero_stage": 0}, None),
+        (
+            {"context": 2},
+            {"sequence_parallelism_mode": "all_to_all", "sp_size": 2},
+            "parallel.context: experts' plugin has no ring attention",
+        ),
+        (
+            {"context": 2, "pipeline": 2, "microbatches": 4},
+            {"sequence_parallelism_mode": None, "sp_size": None},
+            "parallel.context = 2: its mixtures split no sequence beside a pipeline",
+        ),
+        (
+            {"pipeline": 2, "microbatches": 4, "schedule": "zb-v", "chunks": 2},
+            {"pp_style": "zbv"},
+            "scheduler_nodes",
+        ),
+        ({"precision": "fp32"}, {"precision": "bf16"}, "precision.dtype: its ZeRO has bf16 and fp16"),
+    ],
+)
+def test_experts_plugin_gets_what_it_takes(
+    row: dict[str, Any], arguments: dict[str, Any], named: str | None
+) -> None:
+    exported = exported_of_layout({"data": 16, "expert": 8, **row}, cases.MIXTURE)
+    found = built(exported)
+    assert found.kind == "MoeHybridParallelPlugin"
+    assert {name: found.arguments.get(name) for name in arguments} == arguments
+    lines = write("colossalai", exported).cannot
+    assert named is None or any(line.startswith(named) for line in lines), lines
+
+
+def test_experts_wait_for_no_overlap() -> None:
+    config = Config().with_changes(
+        {"parallel.expert": 4, "communication.overlap": True, "precision.dtype": "bf16"}
+    )
+    assert built(Exported(config)).arguments["overlap_communication"] is False
+    assert "communication.overlap" in cases.named(write("colossalai", Exported(config)))
 
 
 @settings(max_examples=60)

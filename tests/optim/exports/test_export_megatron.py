@@ -182,8 +182,9 @@ def test_megatron_deepspeed_has_neither_zero_bubbles_beside_split_sequences_nor_
     found = cases.flags_of(written.files["megatron.flags"])
     assert "--sequence-parallel" in found and "--enable-zbh1-pipeline" not in found
     assert "schedule" in cases.named(written)
-    for row, refused in (({"context": 2}, False), ({"context": 2, "tensor": 2}, True)):
-        lines = write("megatron-deepspeed", exported_of_layout(row, cases.DENSE)).cannot
+    for tensor, refused in ((1, False), (2, True)):
+        exported = exported_of_layout({"context": 2, "tensor": tensor}, cases.DENSE)
+        lines = write("megatron-deepspeed", exported).cannot
         assert any("refuses sequence ranks" in line for line in lines) == refused
 
 
