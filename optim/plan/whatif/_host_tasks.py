@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from trine.optim.plan.whatif.graph import LINK, RankStep, Task, fresh
-from trine.optim.plan.whatif.operators import Operator, operator_of
+from trine.optim.plan.whatif.operators import DTYPE_BYTES, Operator, operator_of
 from trine.record.model import HOST_KINDS, MISSING, Rank, Table
 
-__all__ = ["Phases", "Span", "spans_of", "steps_of_operators"]
+__all__ = ["ACCUMULATE", "Phases", "Span", "gradient_bytes", "spans_of", "steps_of_operators"]
 
 _OPERATOR, _LOADER = HOST_KINDS.index("operator"), HOST_KINDS.index("loader")
 #: A gap between operators of at least this long, in which a collective ends, is waiting.
 LEAST_WAIT_NS = 20_000
-_ACCUMULATE = "torch::autograd::AccumulateGrad"
+#: The function that stores a parameter's gradient.
+ACCUMULATE = "torch::autograd::AccumulateGrad"
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$")
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
 _WAIT = Operator("wait", None, None, 0, "fp32")
@@ -79,8 +80,9 @@ def spans_of(host: Table, start: int, end: int, phases: Phases) -> list[Span]:
             sequence, sequence_until = own, max(stop, sequence_until)
         if begin < until:
             continue  # inside work that counts as a whole
-        operator = operator_of(name, texts.text(int(shapes[row])), texts.text(int(types[row])))
-        gradient = _gradient_bytes(name, texts.text(int(shapes[row])))
+        inputs = texts.text(int(shapes[row])), texts.text(int(types[row]))
+        operator = operator_of(name, *inputs)
+        gradient = gradient_bytes(*inputs) if name == ACCUMULATE else 0
         if operator.kind == "glue" and not gradient:
             continue
         found.append(Span(begin, stop, name, operator, sequence, gradient, 1, phases.at(begin)))
@@ -88,12 +90,12 @@ def spans_of(host: Table, start: int, end: int, phases: Phases) -> list[Span]:
     return found
 
 
-def _gradient_bytes(name: str, shapes: str | None) -> int:
-    """Bytes of the parameter whose gradient this row stores, 0 for other rows."""
-    if name != _ACCUMULATE:
+def gradient_bytes(shapes: str | None, types: str | None) -> int:
+    """Bytes of the gradient that a row of :data:`ACCUMULATE` stores; in fp32 where the row does not say, 0 without shapes."""
+    if not shapes:
         return 0
-    # Of elements: a parameter's own dtype is not said here, and autocast leaves it in fp32.
-    return 4 * operator_of("aten::add_", shapes, None).elements
+    stored = operator_of("aten::add_", shapes, types)
+    return DTYPE_BYTES[stored.dtype] * stored.elements
 
 
 class Phases:

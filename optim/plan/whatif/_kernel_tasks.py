@@ -7,13 +7,15 @@ and was launched before that, waited for it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trine.optim.plan.whatif._host_tasks import Phases
+from trine.optim.plan.whatif._host_tasks import ACCUMULATE, Phases, gradient_bytes
 from trine.optim.plan.whatif.graph import LINK, RankStep, Task
 from trine.optim.plan.whatif.operators import Operator, operator_of
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Rank, Table
@@ -78,11 +80,16 @@ def _tasks(rank: Rank, host: Table, device: Table, rows: Array, start: int, end:
     )
     stops = _blocking(host, start, end)
     place = 0
+    stored = deque(_stored(host, start, end))
     for row, launch in zip(rows.tolist(), launched.tolist(), strict=True):
         while place < len(stops) and stops[place][0] <= launch:
             building.wait(*stops[place])
             place += 1
+        while stored and stored[0][0] <= launch:
+            building.store(stored.popleft()[1])
         building.launch(row, launch)
+    for _, size in stored:
+        building.store(size)
     for stop in stops[place:]:
         building.wait(*stop)
     building.tasks.append(Task(max(end - building.at, 0) / 1e9, "other"))
@@ -106,6 +113,7 @@ class _Building:
         self._phases = Phases(host, start, end)
         self._delay_s, self._sizes = delay_s, sizes
         self._last_compute: int | None = None
+        self._last_place: int | None = None  # of the same, in ``tasks``
         self._ends: list[tuple[int, int]] = []  # transfers, and when each ended
         self._counts: dict[str, int] = {}
         self._newest: dict[int, int] = {}  # stream → its newest task
@@ -124,6 +132,12 @@ class _Building:
         self.tasks.append(Task((end - begin) / 1e9, phase))
         self._idle |= set(self._newest)
         self.at = end
+
+    def store(self, size: int) -> None:
+        """A gradient of so many bytes is there once what was launched last has ended."""
+        if (place := self._last_place) is not None:
+            task = self.tasks[place]
+            self.tasks[place] = replace(task, gradient_bytes=task.gradient_bytes + size)
 
     def launch(self, row: int, launched: int) -> None:
         """A piece of device work, after the host's time until its launch."""
@@ -174,6 +188,7 @@ class _Building:
             seconds, glue.phase, lane, _operator(self.host, launch), name, tuple(after),
             sequence=_sequence(self.host, launch), events=1,
         )  # fmt: skip
+        self._last_place = len(self.tasks)
         self.tasks.append(task)
         self._last_compute = self._newest[stream] = task.number
         self._until = max(self._until, int(self.device["end_ns"][row]))
@@ -185,6 +200,18 @@ def _delay(device: Table, rows: Array, launched: Array) -> float:
     free = np.append(launched[:1] * 0 + device["start_ns"][rows][:1], end[:-1]) <= launched
     found = (device["start_ns"][rows] - launched)[free]
     return float(np.median(found)) / 1e9 if len(found) else 0.0
+
+
+def _stored(host: Table, start: int, end: int) -> Sequence[tuple[int, int]]:
+    """(end, bytes) of every gradient that autograd stores in a step, in their order."""
+    rows = np.flatnonzero(
+        (host["name"] == host.strings.find(ACCUMULATE))
+        & (host["start_ns"] >= start)
+        & (host["end_ns"] <= end)
+    )
+    text = host.strings.text
+    sizes = [gradient_bytes(text(int(host["shapes"][row])), text(int(host["types"][row]))) for row in rows]
+    return sorted(zip(host["end_ns"][rows].tolist(), sizes, strict=True))
 
 
 def _blocking(host: Table, start: int, end: int) -> Sequence[tuple[int, int]]:

@@ -18,7 +18,19 @@ from typing import Any
 
 from trine.optim.plan.whatif.operators import Operator
 
-__all__ = ["HOST", "LINK", "PHASES", "Graph", "Pipeline", "RankStep", "Step", "Task", "fresh", "mapped"]
+__all__ = [
+    "HOST",
+    "LINK",
+    "PHASES",
+    "Graph",
+    "Pipeline",
+    "RankStep",
+    "Step",
+    "Task",
+    "fresh",
+    "mapped",
+    "renumbered",
+]
 
 HOST, LINK = "host", "link"
 #: Of host tasks, as records divide a step; what is waited for is no phase of its own here: the replay finds it.
@@ -37,9 +49,9 @@ def fresh() -> int:
 class Task:
     """A piece of work of ``seconds``. ``after``: numbers of what must have ended besides the one before on its lane.
 
-    ``issued``: of a transfer, the collective's name; ``key`` names it alike on all ranks. ``gradient_bytes``: of a host
-    task at whose end a parameter's gradient is ready. ``sequence``: autograd's number, which a forward operator and its
-    backward share, -1 for none. ``events``: rows of the trace in it. ``launches``: kernels that it launched.
+    ``issued``: of a transfer, the collective's name; ``key`` names it alike on all ranks. ``gradient_bytes``: of a
+    task at whose end parameters' gradients are ready. ``sequence``: autograd's number, which a forward operator and its
+    backward share, -1 for none. ``events``: rows of the trace in it. ``recomputed``: work of the forward, again in backward.
     """
 
     seconds: float
@@ -55,6 +67,7 @@ class Task:
     key: str = ""
     bytes: int = 0
     gradient_bytes: int = 0
+    recomputed: bool = False
 
     @property
     def kind(self) -> str:
@@ -135,6 +148,20 @@ class Graph:
     def with_note(self, text: str) -> Graph:
         """The same, with one thing more that is assumed; once."""
         return self if text in self.notes else replace(self, notes=(*self.notes, text))
+
+
+def renumbered(tasks: Iterable[Task]) -> list[Task]:
+    """The same work once more: its tasks wait for each other as these do, and for nothing else."""
+    tasks = list(tasks)
+    numbers = {task.number: fresh() for task in tasks}
+    return [
+        replace(
+            task,
+            number=numbers[task.number],
+            after=tuple(numbers[number] for number in task.after if number in numbers),
+        )
+        for task in tasks
+    ]
 
 
 def mapped(graph: Graph, change: Callable[[RankStep], Iterable[Task]]) -> Graph:

@@ -36,6 +36,17 @@ class Link:
         """Of one call; bytes as nccl-tests counts them."""
         return self.alpha_s + size_bytes / self.bytes_per_s
 
+    def among(self, ranks: int) -> Link:
+        """The same hops in a ring of another number of ranks: (n − 1)·α' + (n − 1)/n·S/B (Patarasuk and Yuan, JPDC 69,
+        2009), of which an all-reduce has both terms twice. One rank exchanges nothing."""
+        if ranks == self.ranks or self.ranks < 2:
+            return self
+        if ranks < 2:
+            return Link(0.0, math.inf, ranks)
+        hops = (ranks - 1) / (self.ranks - 1)
+        share = ((ranks - 1) / ranks) / ((self.ranks - 1) / self.ranks)
+        return Link(self.alpha_s * hops, self.bytes_per_s / share, ranks)
+
 
 class OperationTimes:
     """Times by operation, dtype and size, from the ``operations`` of a calibration (:class:`Peaks`)."""

@@ -3,141 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
+from whatif_steps import ALPHA, BETA, calibration, layer, memory, product, run
 
 from trine.optim.plan.whatif.build import Steady
-from trine.optim.plan.whatif.graph import HOST, LINK, Graph, Pipeline, RankStep, Step, Task
-from trine.optim.plan.whatif.operators import Operator, Product, operator_of
-from trine.optim.plan.whatif.predict import Recorded, replayed
+from trine.optim.plan.whatif.graph import HOST, LINK, Pipeline
+from trine.optim.plan.whatif.operators import Product, operator_of
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import transforms
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.record.errors import UsageError
-from trine.record.hardware import Peaks
-
-WAIT = Operator("wait", None, None, 0, "fp32")
-TRANSFER = Operator("transfer", None, None, 0, "fp32")
-ALPHA, BETA = 1e-3, 1e9
-MIB = 2**20
-#: Of the calibrated machine: bf16 products are four times as fast, memory moves 1e9 elements a second (bf16: 2e9).
-RATES = {"fp32": 1e9, "bf16": 4e9}
-WORKS = (
-    "add",
-    "add_in_place",
-    "multiply",
-    "gelu",
-    "softmax",
-    "copy",
-    "cast",
-    "masked_fill",
-    "layer_norm",
-    "sum",
-)
-
-
-def calibration(slowdown: float = 0.0, without: str = "") -> OperationTimes:
-    rows: list[dict[str, Any]] = []
-    for dtype, rate in RATES.items():
-        for side in (64, 256, 1024):
-            rows.append(
-                {
-                    "operation": "product",
-                    "dtype": dtype,
-                    "shape": [1, side, side, side],
-                    "seconds": side**3 / rate,
-                }
-            )
-        for work in WORKS:
-            each = (3 if work == "gelu" else 1) / (1e9 if dtype == "fp32" else 2e9)
-            rows += [
-                {"operation": work, "dtype": dtype, "shape": [size], "seconds": size * each}
-                for size in (2**10, 2**24)
-            ]
-    for operation in ("all_reduce", "all_gather", "reduce_scatter"):
-        rows += [
-            {"operation": operation, "bytes": size, "seconds": ALPHA + size / BETA, "ranks": 2}
-            for size in (2**10, 2**24)
-        ]
-    rows.append({"operation": "codec", "dtype": "int8", "bytes": MIB, "seconds": MIB * 1e-10, "ratio": 4.0})
-    rows.append({"operation": "overlap", "slowdown": slowdown})
-    kept = [row for row in rows if row["operation"] != without]
-    return OperationTimes(Peaks("cpu", {}, None, None, None, "by hand", True, 1, {}, None, kept))
-
-
-def product(rows: int, columns: int, inner: int, phase: str, sequence: int) -> Task:
-    shape = Product(1, rows, columns, inner)
-    operator = Operator("product", "product", shape, rows * columns, "fp32")
-    return Task(shape.multiplications / 1e9, phase, operator=operator, name="aten::mm", sequence=sequence)
-
-
-def memory(work: str, elements: int, phase: str, sequence: int, name: str = "") -> Task:
-    operator = Operator("memory", work, None, elements, "fp32")
-    seconds = elements * (3e-9 if work == "gelu" else 1e-9)
-    return Task(seconds, phase, operator=operator, name=name or f"aten::{work}", sequence=sequence)
-
-
-def gradient(elements: int) -> Task:
-    return Task(0.0, "backward", name="torch::autograd::AccumulateGrad", gradient_bytes=4 * elements)
-
-
-def layer(sequence: int) -> list[Task]:
-    """A block's forward: two products, 128 rows, with a function between them that moves memory twice."""
-    return [
-        product(128, 256, 64, "forward", sequence),
-        memory("gelu", 128 * 256, "forward", sequence + 1),
-        memory("multiply", 128 * 256, "forward", sequence + 2),
-        product(128, 64, 256, "forward", sequence + 3),
-        memory("add", 128 * 64, "forward", sequence + 4),
-    ]
-
-
-def backward(sequence: int) -> Iterator[Task]:
-    yield memory("multiply", 128 * 64, "backward", sequence + 4)
-    yield product(128, 256, 64, "backward", sequence + 3)
-    yield product(256, 64, 128, "backward", sequence + 3)
-    yield gradient(256 * 64)
-    yield memory("multiply", 128 * 256, "backward", sequence + 1)
-    yield product(128, 64, 256, "backward", sequence)
-    yield product(64, 256, 128, "backward", sequence)
-    yield gradient(64 * 256)
-
-
-def a_step(rank: int, buckets: int = 1, slow: float = 1.0) -> RankStep:
-    """Three blocks and a head; gradients in ``buckets`` equal all-reduces, waited for before the optimizer."""
-    tasks = [Task(0.01, "data")]
-    for block in range(3):
-        tasks += layer(10 * block)
-    tasks.append(product(128, 512, 64, "forward", 40))
-    tasks += [
-        product(128, 64, 512, "backward", 40),
-        product(64, 512, 128, "backward", 40),
-        gradient(64 * 512),
-    ]
-    for block in (2, 1, 0):
-        tasks += backward(10 * block)
-    size = sum(task.gradient_bytes for task in tasks) // buckets
-    sent = [
-        Task(ALPHA + size / BETA, "backward", LINK, TRANSFER, "all_reduce", (tasks[-1].number,), issued="all_reduce",
-             key=f"all_reduce {number}", bytes=size)
-        for number in range(buckets)
-    ]  # fmt: skip
-    tasks += sent
-    tasks.append(Task(0.0, "backward", operator=WAIT, after=tuple(task.number for task in sent)))
-    tasks += [memory("add_in_place", 128 * 1024, "optimizer", -1), Task(0.001, "other")]
-    tasks = [task if task.lane == LINK else task.times(slow) for task in tasks]
-    return RankStep(rank, tuple(tasks), sum(task.seconds for task in tasks))
-
-
-def run(times: OperationTimes | None = None, ranks: int = 2, slow: float = 1.0, **facts: Any) -> Recorded:
-    step = Step(5, tuple(a_step(rank, slow=slow if rank else 1.0) for rank in range(ranks)))
-    graph = Graph((step,), "operators", ranks, facts, recorded=(step,))
-    return replayed(graph, Steady(np.empty(0), {}), times or calibration())
 
 
 def test_the_replay_of_a_step_is_the_step_and_its_error_comes_first() -> None:
@@ -297,9 +178,22 @@ def test_on_two_nodes_the_two_level_exchange_crosses_with_fewer_bytes() -> None:
     recorded = run(ranks=4, hosts=2)
     task = next(task for task in recorded.graph.steps[0].ranks[0].tasks if task.lane == LINK)
     found = recorded.what_if({"communication.algorithm": "two_level"})
-    # Of 2·3/4 S a rank crosses 2·1/2/2 S, and both levels inside are a scatter and a gather at the calibrated link.
-    expected = task.seconds * (1 - 1 / 3) - 2 * (ALPHA + task.bytes / BETA)
+    # The node's link carried 2·3/4 S and carries two rings of 2·1/2·S/2; inside, a scatter and a gather between two.
+    expected = task.seconds * (1 - (1 / 2) / (3 / 4)) - 2 * (ALPHA + task.bytes / BETA)
     assert found.gain.mid == pytest.approx(expected, rel=1e-3)
+
+
+def test_two_nodes_of_eight_ranks_send_little_less_over_their_links() -> None:
+    recorded = run(ranks=16, hosts=2)
+    task = next(task for task in recorded.graph.steps[0].ranks[0].tasks if task.lane == LINK)
+    both = {"communication.algorithm": "two_level", "communication.compression": "int8"}
+    inside = 2 * (7 * ALPHA + (7 / 8) / (1 / 2) * task.bytes / BETA)
+    plain = recorded.what_if({"communication.algorithm": "two_level"})
+    assert plain.gain.mid == pytest.approx(task.seconds * (1 - (1 / 2) / (15 / 16)) - inside, rel=1e-3)
+    # What a codec takes is the same on either.
+    slower = replace(recorded, times=calibration(codec_s=1e-9))
+    before, after = recorded.what_if(both), slower.what_if(both)
+    assert before.gain.mid - after.gain.mid == pytest.approx(task.bytes * 0.9e-9, rel=1e-3)
 
 
 def test_intervals_come_from_the_steps_that_were_measured() -> None:

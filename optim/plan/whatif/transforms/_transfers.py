@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Task, fresh
+from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Task, fresh
 from trine.optim.plan.whatif.operators import Operator
 from trine.optim.plan.whatif.times import Link, OperationTimes
 from trine.record.errors import UsageError
@@ -15,6 +15,8 @@ __all__ = ["contention", "link_of", "replaced", "require_exchange", "transfer", 
 
 _TRANSFER = Operator("transfer", None, None, 0, "fp32")
 _WAIT = Operator("wait", None, None, 0, "fp32")
+#: What copies a gradient into its bucket, and divides it by the ranks.
+BUCKET_COPY = "torch::distributed::reducer::mul_out"
 #: Smaller transfers are flags and counts, not gradients.
 LEAST_BYTES = 4096
 
@@ -37,12 +39,12 @@ def require_exchange(graph: Graph, key: str) -> None:
 
 
 def link_of(graph: Graph, times: OperationTimes, operation: str = "all_reduce") -> Link:
-    """The calibrated link; of an all-reduce also the record's own, where its sizes say enough.
+    """The calibrated link between as many ranks as the run has; of an all-reduce also the record's own, where its sizes say enough.
 
     Raises ``UsageError`` where neither is known.
     """
     try:
-        return times.link(operation)
+        return times.link(operation).among(graph.world)
     except UsageError:
         if operation != "all_reduce":
             raise
@@ -78,9 +80,9 @@ def transfer(
     )
 
 
-def waiting(after: Iterable[int], phase: str) -> Task:
-    """The host until those have ended."""
-    return Task(0.0, phase, operator=_WAIT, after=tuple(after), number=fresh())
+def waiting(after: Iterable[int], phase: str, lane: str = HOST) -> Task:
+    """The host, or a stream, until those have ended."""
+    return Task(0.0, phase, lane, operator=_WAIT, after=tuple(after), number=fresh())
 
 
 def replaced(step: RankStep, gone: Callable[[Task], bool], instead: Sequence[int]) -> tuple[Task, ...]:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Task, fresh, mapped
+from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Task, mapped, renumbered
 from trine.optim.plan.whatif.operators import Operator, Product
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
+from trine.optim.plan.whatif.transforms._transfers import BUCKET_COPY
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
 
 KEYS = ("accumulation.steps",)
 ORDER = 12
-
-_BUCKET_COPY = "torch::distributed::reducer::mul_out"
 
 
 def apply(graph: Graph, change: Change) -> Graph:
@@ -70,7 +69,7 @@ def _accumulated(step: RankStep, count: int, times: OperationTimes) -> list[Task
 def _with_fewer_rows(task: Task, count: int, rows: dict[int, int], pace: Pace) -> Task:
     """A micro-batch's part of a task; a parameter's gradient is as large as before."""
     operator, times = task.operator, pace.times
-    if operator.work is None or task.sequence < 0 or task.gradient_bytes:
+    if operator.work is None or task.sequence < 0:
         return task
     if operator.product is not None:
         fewer = _product(operator.product, count, rows.get(task.sequence))
@@ -97,13 +96,9 @@ def _product(product: Product, count: int, rows: int | None) -> Product:
 def _without_exchange(tasks: list[Task], adds: bool, pace: Pace) -> list[Task]:
     """A micro-batch that is not synchronised; ``adds``: gradients are there already."""
     found = []
-    for task in tasks:
-        if task.name == _BUCKET_COPY or task.kind == "wait":
-            continue
-        copied = replace(
-            task, number=fresh(), after=() if task.lane == HOST else task.after, gradient_bytes=0
-        )
-        found.append(copied)
+    kept = [task for task in tasks if task.name != BUCKET_COPY and task.kind != "wait"]
+    for task, copied in zip(kept, renumbered(kept), strict=True):
+        found.append(replace(copied, gradient_bytes=0))
         if task.gradient_bytes and adds:
             found.append(_added(task, pace))
     return found

@@ -63,7 +63,10 @@ def _compiled(step: RankStep, times: OperationTimes) -> list[Task]:
 
 
 def _same_place(chain: Sequence[Task], task: Task) -> bool:
-    return not chain or (chain[0].lane == task.lane and chain[0].phase == task.phase)
+    if not chain:
+        return True
+    first = chain[0]
+    return (first.lane, first.phase, first.recomputed) == (task.lane, task.phase, task.recomputed)
 
 
 def _joined(chain: Sequence[Task], between: Sequence[Task], pace: Pace) -> list[Task]:
@@ -80,6 +83,7 @@ def _joined(chain: Sequence[Task], between: Sequence[Task], pace: Pace) -> list[
     largest = max(chain, key=lambda task: task.operator.elements)
     # What others wait for is the end of the chain.
     joined = replace(chain[-1], seconds=seconds, operator=replace(largest.operator, work="multiply"), name="compiled",
+                     gradient_bytes=sum(task.gradient_bytes for task in chain),
                      after=tuple(number for task in chain for number in task.after))  # fmt: skip
     return [*(task.times(1 / len(chain)) for task in between), joined]
 

@@ -36,6 +36,7 @@ class _Flow:
 
     low: str
     newest: str = "fp32"
+    again: str = "fp32"  # the same of a recomputation
     numbers: list[int] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     cast_inputs: dict[int, int] = field(default_factory=dict)  # number → elements cast on the way in
@@ -90,6 +91,8 @@ def _changed(step: RankStep, low: str, times: OperationTimes) -> list[Task]:
     for task in step.tasks:
         if task.lane == LINK or task.operator.work is None or task.phase not in ("forward", "backward"):
             found.append(task)
+        elif task.recomputed:
+            found += _again(task, flow, pace)
         elif task.phase == "forward":
             found += _forward(task, flow, pace)
         else:
@@ -120,6 +123,21 @@ def _forward(task: Task, flow: _Flow, pace: Pace) -> list[Task]:
     changed = in_dtype(task, flow.newest, pace)
     flow.remember(task.sequence)
     return [*before, changed]
+
+
+def _again(task: Task, flow: _Flow, pace: Pace) -> list[Task]:
+    """As in forward, casts too: autocast keeps those of weights until the region that it covers ends."""
+    product = task.operator.product
+    if product is None:
+        flow.again = flow.at(task.sequence) if task.sequence >= 0 else flow.again
+        return [in_dtype(task, flow.again, pace)]
+    flow.again = flow.low
+    before = []
+    if (elements := flow.cast_inputs.get(task.sequence)) is not None:
+        before.append(_cast(task, elements, "fp32", pace))
+    if product.batch == 1:
+        before.append(_cast(task, product.inner * product.columns, "fp32", pace))
+    return [*before, in_dtype(task, flow.low, pace)]
 
 
 def _backward(task: Task, flow: _Flow, pace: Pace) -> list[Task]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step, Task, fresh
+from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step, Task, renumbered
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._transfers import link_of
 from trine.record.errors import UsageError
@@ -35,18 +35,19 @@ def apply(graph: Graph, change: Change) -> Graph:
     if ranks == before:
         return graph
     link = link_of(graph, change.times)
-    share = link.alpha_s * link.bytes_per_s  # bytes that take as long as the latency
+    wider = link.among(ranks)
 
     def scaled(task: Task) -> Task:
         if task.lane != LINK or ranks == 1:
             return task
-        latency = share / (share + max(task.bytes, 1))
-        hops = (ranks - 1) / (before - 1)
-        ring = (ranks - 1) / ranks / ((before - 1) / before)
-        return task.times(latency * hops + (1 - latency) * ring)
+        return task.times(wider.seconds(max(task.bytes, 1)) / link.seconds(max(task.bytes, 1)))
 
     steps = [_with_ranks(graph.steps, place, ranks, scaled) for place in range(len(graph.steps))]
     graph = replace(graph, steps=tuple(steps), world=ranks)
+    if ranks > MOST_REPLAYED:
+        graph = graph.with_note(
+            f"{MOST_REPLAYED} ranks are replayed for {ranks}: the slowest of more may be slower"
+        )
     return graph.with_note(
         "every rank keeps its batch; links between more ranks are taken to be as those on record"
     )
@@ -66,14 +67,5 @@ def _with_ranks(steps: tuple[Step, ...], place: int, ranks: int, scaled: Callabl
 def _copy(
     step: RankStep, rank: int, shared: set[str], scaled: Callable[[Task], Task], count: int
 ) -> RankStep:
-    numbers = {task.number: fresh() for task in step.tasks}
-    kept = [task for task in step.tasks if task.lane != LINK or (count > 1 and task.key in shared)]
-    known = {task.number for task in kept}
-    tasks = tuple(
-        replace(
-            scaled(task), number=numbers[task.number],
-            after=tuple(numbers[number] for number in task.after if number in known),
-        )
-        for task in kept
-    )  # fmt: skip
-    return replace(step, rank=rank, tasks=tasks)
+    kept = (task for task in step.tasks if task.lane != LINK or (count > 1 and task.key in shared))
+    return replace(step, rank=rank, tasks=tuple(renumbered(scaled(task) for task in kept)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trine.optim.plan.whatif.graph import Graph, RankStep, Task, fresh, mapped
+from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped, renumbered
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, require_operators
 from trine.record.errors import UsageError
@@ -51,8 +51,8 @@ def _recomputed(step: RankStep, every: int, selective: bool) -> list[Task]:
 def _again(step: RankStep, block: Block, selective: bool) -> list[Task]:
     tasks = step.tasks[block.first : block.last]
     last = max(place for place, task in enumerate(tasks) if task.kind == "product")
-    return [
-        replace(task, phase="backward", number=fresh(), after=(), sequence=-1)
+    return renumbered(
+        replace(task, phase="backward", recomputed=True)
         for task in tasks[:last]
         if task.kind in ("memory", "glue") or (task.kind == "product" and not selective)
-    ]
+    )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from trine.optim.plan.schedules import Shape, Work, order_of
 from trine.optim.plan.simulator import simulate
-from trine.optim.plan.whatif.graph import LINK, Graph, Pipeline, RankStep, Task, mapped
+from trine.optim.plan.whatif.graph import HOST, LINK, Graph, Pipeline, RankStep, Task, mapped
 from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._blocks import compute_lane
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -67,9 +68,14 @@ def _work(pipeline: Pipeline, shape: Shape) -> Work:
 
 
 def _longer(step: RankStep, seconds: float) -> list[Task]:
-    """Forward and backward of a rank longer, or shorter, by what the span changes."""
+    """Forward and backward of a rank longer, or shorter, by what the span changes: its host by as much, and its streams as
+    the one that computes, beside each other as they are."""
     inside = [task for task in step.tasks if task.phase in ("forward", "backward") and task.lane != LINK]
-    whole = sum(task.seconds for task in inside)
-    factor = max(1 + seconds / whole, 0.0) if whole > 0 else 1.0
-    numbers = {task.number for task in inside}
-    return [task.times(factor) if task.number in numbers else task for task in step.tasks]
+
+    def factor_of(lane: str) -> float:
+        whole = sum(task.seconds for task in inside if task.lane == lane)
+        return max(1 + seconds / whole, 0.0) if whole > 0 else 1.0
+
+    host, streams = factor_of(HOST), factor_of(compute_lane(step.tasks))
+    factors = {task.number: host if task.lane == HOST else streams for task in inside}
+    return [task.times(factors.get(task.number, 1.0)) for task in step.tasks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step
@@ -20,19 +21,22 @@ def apply(graph: Graph, change: Change) -> Graph:
         raise UsageError("straggler: give false (or 0): the step with every rank as fast as the median one")
     if len(graph.steps[0].ranks) < 2:
         raise UsageError("straggler: one rank was recorded, and it waits for nobody")
-    return replace(graph, steps=tuple(_even(step) for step in graph.steps))
-
-
-def _even(step: Step) -> Step:
-    own = [_own_s(each) for each in step.ranks]
+    # Over all steps: a rank that is late once has been unlucky, and no straggler.
+    own = [
+        sum(_own_s(each) for each in of_rank)
+        for of_rank in zip(*(step.ranks for step in graph.steps), strict=True)
+    ]
     usual = sorted(own)[(len(own) - 1) // 2]
+    factors = [min(usual / seconds, 1.0) if seconds > 0 else 1.0 for seconds in own]
+    return replace(graph, steps=tuple(_even(step, factors) for step in graph.steps))
 
-    def changed(each: RankStep, seconds: float) -> RankStep:
-        factor = min(usual / seconds, 1.0) if seconds > 0 else 1.0
+
+def _even(step: Step, factors: Sequence[float]) -> Step:
+    def changed(each: RankStep, factor: float) -> RankStep:
         tasks = tuple(task if task.lane == LINK else task.times(factor) for task in each.tasks)
         return replace(each, tasks=tasks)
 
-    return replace(step, ranks=tuple(changed(*each) for each in zip(step.ranks, own, strict=True)))
+    return replace(step, ranks=tuple(changed(*each) for each in zip(step.ranks, factors, strict=True)))
 
 
 def _own_s(step: RankStep) -> float:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Task, mapped
+from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.operators import Operator
 from trine.optim.plan.whatif.times import Link
 from trine.optim.plan.whatif.transforms import Change
-from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, require_operators
+from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, compute_lane, require_operators
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.optim.plan.whatif.transforms._transfers import (
+    BUCKET_COPY,
     is_gradient,
     replaced,
     require_exchange,
@@ -30,8 +31,6 @@ __all__ = ["KEYS", "ORDER", "apply"]
 KEYS = ("zero.stage", "zero.reshard_after_forward")
 ORDER = 40
 
-_BUCKET_COPY = "torch::distributed::reducer::mul_out"
-
 
 def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the record has no gradients to shard, or links or memory were not calibrated."""
@@ -42,12 +41,20 @@ def apply(graph: Graph, change: Change) -> Graph:
     require_exchange(graph, KEYS[0])
     if not change.times:
         raise UsageError("zero.stage: this machine is not calibrated: run trine hardware --calibrate")
-    gather = change.times.link("all_gather")
-    scatter = change.times.link("reduce_scatter") if stage > 1 else gather
+    gather = change.times.link("all_gather").among(graph.world)
+    scatter = change.times.link("reduce_scatter").among(graph.world) if stage > 1 else gather
+    if int(graph.facts.get("hosts") or 1) > 1:
+        graph = graph.with_note(
+            "gathers and scatters between nodes are taken to be as fast as calibrated within one"
+        )
     again = stage == 3 and change.config.zero.reshard_after_forward is not False
     beside = graph.basis == "kernels"
 
     def changed(step: RankStep) -> list[Task]:
+        if not any(task.gradient_bytes for task in step.tasks):
+            raise UsageError(
+                f"{KEYS[0]}: this record does not say how large parameters are: record a deep window with shapes"
+            )
         pace = pace_of(step.tasks, change.times)
         tasks = _on_shards(step.tasks, graph.world, pace)
         if stage == 1:
@@ -86,10 +93,18 @@ def _gathered_after(tasks: list[Task], gather: Link, pace: Pace) -> list[Task]:
     """Stage 1: ranks give each other the parameters that they updated."""
     size = float(sum(task.gradient_bytes for task in tasks))
     place = max((at for at, task in enumerate(tasks) if task.phase == "optimizer"), default=len(tasks) - 1)
-    own = _copied(size / gather.ranks, "optimizer", HOST, pace)
+    lane = compute_lane(tasks)
+    own = _copied(size / gather.ranks, "optimizer", lane, pace)
     moved = transfer(gather.seconds(size), "all_gather", size, "parameters", (own.number,), "optimizer")
-    back = _copied(size * (gather.ranks - 1) / gather.ranks, "optimizer", HOST, pace)
-    return [*tasks[: place + 1], own, moved, waiting((moved.number,), "optimizer"), back, *tasks[place + 1 :]]
+    back = _copied(size * (gather.ranks - 1) / gather.ranks, "optimizer", lane, pace)
+    return [
+        *tasks[: place + 1],
+        own,
+        moved,
+        waiting((moved.number,), "optimizer", lane),
+        back,
+        *tasks[place + 1 :],
+    ]
 
 
 # --- stages 2 and 3 -----------------------------------------------------------------------------------
@@ -104,20 +119,21 @@ def _block_by_block(
     kept = replaced(
         step, lambda task: is_gradient(task) or (task.lane == LINK and task.issued == "broadcast"), ()
     )
-    tasks = [task for task in kept if task.name != _BUCKET_COPY]
+    tasks = [task for task in kept if task.name != BUCKET_COPY]
     before, after = _places(tasks, step, blocks)
     found: list[Task] = []
     last: int | None = None
+    lane = compute_lane(tasks)
     for task in tasks:
         for unit, phase in before.get(task.number, ()):
             if phase == "forward" or (again and unit < len(blocks)):
-                new = _gather(unit, units[unit], phase, gather, task.lane, last if beside else None, pace)
+                new = _gather(unit, units[unit], phase, gather, lane, last if beside else None, pace)
                 found += new
         found.append(task)
         last = task.number
         for unit in after.get(task.number, ()):
-            found += _scatter(unit, units[unit], scatter, task.lane, beside, pace)
-    return _finished(found)
+            found += _scatter(unit, units[unit], scatter, lane, beside, pace)
+    return _finished(found, lane)
 
 
 def _units(step: RankStep, blocks: list[Block]) -> list[float]:
@@ -193,10 +209,10 @@ def _scatter(unit: int, size: float, link: Link, lane: str, beside: bool, pace: 
     return [into, moved] if beside else [into, moved, waiting((moved.number,), "backward")]
 
 
-def _finished(tasks: list[Task]) -> list[Task]:
+def _finished(tasks: list[Task], lane: str) -> list[Task]:
     """The optimizer's first task waits for every scatter."""
     scattered = tuple(task.number for task in tasks if task.lane == LINK and task.issued == "reduce_scatter")
     place = next((at for at, task in enumerate(tasks) if task.phase == "optimizer"), None)
     if place is None or not scattered:
         return tasks
-    return [*tasks[:place], waiting(scattered, "optimizer"), *tasks[place:]]
+    return [*tasks[:place], waiting(scattered, "optimizer", lane), *tasks[place:]]

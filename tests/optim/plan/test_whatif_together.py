@@ -1,0 +1,84 @@
+"""Several changes at once: what one puts into the step, the others change as they change the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from whatif_steps import a_step, calibration, layer, run
+
+from trine.optim.config import Config
+from trine.optim.plan.whatif.build import Steady
+from trine.optim.plan.whatif.graph import Graph, Step
+from trine.optim.plan.whatif.predict import replayed
+from trine.optim.plan.whatif.transforms import Change, compiled
+
+#: Of a block, what full recomputation repeats: a product and two functions, the second after it.
+REPEATED = layer(0)[:3]
+FULL = {"checkpointing.mode": "full"}
+
+
+def cost_of_recomputation(other: dict[str, object]) -> float:
+    """Seconds a step that recomputation adds to a step with ``other``."""
+    found = run()
+    return found.what_if(other).gain.mid - found.what_if({**other, **FULL}).gain.mid
+
+
+def test_what_is_recomputed_is_recomputed_in_low_precision() -> None:
+    product, *functions = (task.seconds for task in REPEATED)
+    weight, inputs = 64 * 256 * 1e-9, 128 * 64 * 1e-9
+    # A quarter of the product, half of the functions, and the casts of each block's inputs and weight.
+    expected = 3 * (product / 4 + sum(functions) / 2 + weight + inputs)
+    assert cost_of_recomputation({"precision.dtype": "bf16"}) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_is_recomputed_is_compiled() -> None:
+    # gelu and multiply, four passes, are one pass and two passes' worth of arithmetic.
+    expected = 3 * (REPEATED[0].seconds + 3 * 128 * 256 * 1e-9)
+    assert cost_of_recomputation({"compute.compile": "blocks"}) == pytest.approx(expected, rel=1e-6)
+
+
+def test_micro_batches_recompute_their_own_rows() -> None:
+    expected = 3 * sum(task.seconds for task in REPEATED)
+    assert cost_of_recomputation({"accumulation.steps": 2}) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_straggler_is_late_in_most_steps_and_not_by_turns() -> None:
+    steps = tuple(
+        Step(place, (a_step(0, slow=1.2 if place % 2 else 1.0), a_step(1, slow=1.0 if place % 2 else 1.2)))
+        for place in range(4)
+    )
+    graph = Graph(steps, "operators", 2, {}, recorded=steps)
+    found = replayed(graph, Steady(np.empty(0), {}), calibration()).what_if({"straggler": False})
+    assert found.gain.mid == pytest.approx(0.0, abs=1e-9)
+
+
+def test_calibrated_links_are_rescaled_to_the_runs_ranks() -> None:
+    two, four = (run(ranks=ranks).what_if({"zero.stage": 1}) for ranks in (2, 4))
+    tasks = a_step(0).tasks
+    size = sum(task.gradient_bytes for task in tasks)
+    optimizer = sum(task.seconds for task in tasks if task.phase == "optimizer")
+    # Between four ranks: three hops where there was one, 3/4 of the bytes where there was 1/2; shards half as large.
+    hops, moved = 2 * 1e-3, size / 1e9 / 2
+    assert two.gain.mid - four.gain.mid == pytest.approx(hops + moved - optimizer / 4, rel=1e-3)
+    assert not any("between nodes" in note for note in four.notes)
+    assert any("between nodes" in note for note in run(ranks=4, hosts=2).what_if({"zero.stage": 1}).notes)
+
+
+def test_many_ranks_are_replayed_by_some_and_that_is_said() -> None:
+    assert any("64 ranks are replayed for 96" in note for note in run().what_if({"ranks": 96}).notes)
+
+
+def test_a_compiled_chain_stores_the_gradients_that_its_parts_stored() -> None:
+    graph = run().graph
+    step = graph.steps[0].ranks[0]
+    tasks = tuple(
+        replace(task, gradient_bytes=8) if task.name == "aten::gelu" else task for task in step.tasks
+    )
+    graph = replace(graph, steps=(replace(graph.steps[0], ranks=(replace(step, tasks=tasks),)),))
+    changes = {"compute.compile": "blocks"}
+    change = Change(changes, Config().with_changes(changes), calibration())
+    fused = compiled.apply(graph, change).steps[0].ranks[0].tasks
+    assert len(fused) < len(tasks)
+    assert sum(task.gradient_bytes for task in fused) == sum(task.gradient_bytes for task in tasks)
