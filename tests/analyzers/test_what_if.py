@@ -13,7 +13,7 @@ import trine
 from trine.analyzers.findings import gather
 from trine.analyzers.findings._gain import REPLAYED, predict
 from trine.analyzers.reports.studies.what_if import section
-from trine.analyzers.studies.what_if import WhatIfs
+from trine.analyzers.studies.what_if import Answer, WhatIfs
 
 TRACE = "traces/kineto/gloo_ddp4_cpu"
 
@@ -28,15 +28,22 @@ def test_a_job_of_gloo_ranks_is_replayed_from_its_operators(analysis: Any) -> No
     assert isinstance(found, WhatIfs) and found.basis == "operators"
     assert [step.index for step in found.steps] and all(abs(step.error) < 0.12 for step in found.steps)
     assert {"straggler = false", "loader_wait = false"} <= {each.change for each in found.answers}
-    assert all(each.gain_low_ns <= each.gain_mid_ns <= each.gain_high_ns for each in found.answers)
+    measured = {step.index: step.measured_ns for step in found.steps}
+    assert all(abs(step.replayed_ns / measured[step.index] - 1 - step.error) < 1e-6 for step in found.steps)
+    assert all(abs(each.predicted_mid_ns + each.gain_mid_ns - found.step_ns) <= 2 for each in found.answers)
     assert set(found.to_pandas()) == {"summary", "steps", "answers"}
 
 
 def test_its_section_says_first_how_far_the_replay_is_off(analysis: Any) -> None:
-    drawn = section(analysis.study("what_if"), analysis, 8)
-    if drawn is not None:  # no change of these moves the step by a hundredth
-        assert "off in the median step" in str(drawn.blocks[0])
-        assert drawn.title == "What would a change make of this step?"
+    study = analysis.study("what_if")
+    step = study.step_ns
+    half = Answer("loader_wait = false", *(step // 2,) * 3, *(step - step // 2,) * 3)
+    drawn = section(replace(study, answers=(half,)), analysis, 8)
+    assert drawn is not None and drawn.title == "What would a change make of this step?"
+    assert "off in the median step" in str(drawn.blocks[0])
+    # No change that moves the step by a hundredth: nothing is drawn.
+    none = Answer("loader_wait = false", *(step,) * 3, *(0,) * 3)
+    assert section(replace(study, answers=(none,)), analysis, 8) is None
 
 
 def test_a_recommended_change_is_replayed_and_amdahl_stays_among_the_inputs(analysis: Any) -> None:

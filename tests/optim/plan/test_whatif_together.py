@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +13,11 @@ from whatif_steps import a_step, calibration, layer, run
 
 from trine.optim.config import Config
 from trine.optim.plan.whatif.build import Steady
-from trine.optim.plan.whatif.graph import Graph, Step
+from trine.optim.plan.whatif.graph import Graph, Step, Task
 from trine.optim.plan.whatif.predict import replayed
 from trine.optim.plan.whatif.transforms import Change, compiled
+from trine.optim.plan.whatif.transforms._blocks import _repetition
+from trine.record.errors import UsageError
 
 #: Of a block, what full recomputation repeats: a product and two functions, the second after it.
 REPEATED = layer(0)[:3]
@@ -64,6 +69,72 @@ def test_calibrated_links_are_rescaled_to_the_runs_ranks() -> None:
     assert two.gain.mid - four.gain.mid == pytest.approx(hops + moved - optimizer / 4, rel=1e-3)
     assert not any("between nodes" in note for note in four.notes)
     assert any("between nodes" in note for note in run(ranks=4, hosts=2).what_if({"zero.stage": 1}).notes)
+
+
+@pytest.mark.parametrize(
+    ("facts", "change", "said"),
+    [
+        (
+            {"precision": {"autocast_dtype": "bfloat16"}},
+            {"precision.dtype": "bf16"},
+            "computes in bfloat16 already",
+        ),
+        (
+            {"configuration": {"checkpointing": {"mode": "full"}}},
+            FULL,
+            "has checkpointing.mode = full already",
+        ),
+        ({"configuration": {"zero": {"stage": 1}}}, {"zero.stage": 2}, "has zero.stage = 1 already"),
+        (
+            {"configuration": {"communication": {"compression": "bf16"}}},
+            {"communication.compression": "int8"},
+            "has communication.compression = bf16 already",
+        ),
+        ({"loader": {"workers": 2}}, {"data.workers": 4}, "loads with 2 workers already"),
+    ],
+)
+def test_what_the_record_has_already_cannot_be_asked_again(
+    facts: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    assert run().what_if(change)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        run(**facts).what_if(change)
+
+
+def test_products_in_low_precision_on_a_trace_without_facts_are_seen() -> None:
+    found = run()
+    step = found.graph.steps[0]
+    low = tuple(replace(task, operator=replace(task.operator, dtype="bf16")) for task in step.ranks[0].tasks)
+    step = replace(step, ranks=(replace(step.ranks[0], tasks=low), *step.ranks[1:]))
+    with pytest.raises(UsageError, match="computes in bf16 already"):
+        replace(found, graph=replace(found.graph, steps=(step,))).what_if({"precision.dtype": "bf16"})
+
+
+def test_blocks_are_found_in_a_forward_of_many_thousand_products() -> None:
+    layer_of = (5, 7, 5, 9)
+    assert _repetition((1, 2, *layer_of * 3, 3)) == (2, 4, 3)
+    assert _repetition((1, 2, 3)) == (0, 0, 0)
+    began = time.process_time()
+    assert _repetition((1, 2, *layer_of * 2000, 3)) == (2, 4, 2000)
+    assert time.process_time() - began < 5
+
+
+def test_a_compiled_chain_leaves_the_dispatch_of_what_follows_it() -> None:
+    graph = run().graph
+    step = graph.steps[0].ranks[0]
+    gap = 1e-3
+    tasks = [
+        each
+        for task in step.tasks
+        for each in ((task, Task(gap, task.phase)) if task.kind == "memory" else (task,))
+    ]
+    graph = replace(graph, steps=(replace(graph.steps[0], ranks=(replace(step, tasks=tuple(tasks)),)),))
+    changes = {"compute.compile": "blocks"}
+    change = Change(changes, Config().with_changes(changes), calibration())
+    fused = compiled.apply(graph, change).steps[0].ranks[0].tasks
+    # Between gelu and multiply of three blocks half of the dispatch goes; all others stay.
+    gaps = [sum(task.seconds for task in found if task.kind == "glue") for found in (tasks, fused)]
+    assert gaps[0] - gaps[1] == pytest.approx(3 * gap / 2)
 
 
 def test_many_ranks_are_replayed_by_some_and_that_is_said() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+
+import numpy as np
 
 from trine.optim.plan.whatif.graph import HOST, LINK, RankStep, Task
 from trine.record.errors import UsageError
@@ -44,7 +47,7 @@ def blocks_of(step: RankStep) -> list[Block]:
     tasks = step.tasks
     places = [place for place, task in enumerate(tasks) if task.phase == "forward" and task.kind == "product"]
     shapes = [tasks[place].operator.product for place in places]
-    first, period, repeats = _repetition(shapes)
+    first, period, repeats = _repetition(tuple(shapes))
     if repeats < 2:
         return []
     bounds = [places[first + period * number] for number in range(repeats)]
@@ -58,19 +61,18 @@ def blocks_of(step: RankStep) -> list[Block]:
     return found
 
 
-def _repetition(shapes: Sequence[object]) -> tuple[int, int, int]:
-    """(first, period, repeats) of the run that covers most, of the shortest period."""
+@lru_cache(maxsize=64)  # ranks and steps multiply alike
+def _repetition(shapes: tuple[object, ...]) -> tuple[int, int, int]:
+    """(first, period, repeats) of the run that covers most, of the shortest period and the earliest."""
+    codes: dict[object, int] = {}
+    numbers = np.array([codes.setdefault(shape, len(codes)) for shape in shapes])
     best = (0, 0, 0)
-    for period in range(1, len(shapes) // 2 + 1):
-        for first in range(len(shapes) - 2 * period + 1):
-            repeats = 1
-            while (
-                shapes[first + repeats * period : first + (repeats + 1) * period]
-                == shapes[first : first + period]
-            ):
-                if first + (repeats + 1) * period > len(shapes):
-                    break
-                repeats += 1
-            if repeats > 1 and repeats * period > best[1] * best[2]:
-                best = (first, period, repeats)
+    for period in range(1, len(numbers) // 2 + 1):
+        unlike = np.flatnonzero(numbers[:-period] != numbers[period:])
+        bounds = np.concatenate(([-1], unlike, [len(numbers) - period]))
+        # A stretch of so many that equal what comes a period later is one repeat and as many more as periods fit in.
+        repeats = (np.diff(bounds) - 1) // period + 1
+        place = int(repeats.argmax())
+        if repeats[place] > 1 and repeats[place] * period > best[1] * best[2]:
+            best = (int(bounds[place]) + 1, period, int(repeats[place]))
     return best

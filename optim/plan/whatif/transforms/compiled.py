@@ -46,20 +46,22 @@ def _compiled(step: RankStep, times: OperationTimes) -> list[Task]:
     found: list[Task] = []
     chain: list[Task] = []
     between: list[Task] = []
+    inner = 0  # of what lies between: what the chain's next operator came after
     for task in step.tasks:
         inside = task.phase in ("forward", "backward") and task.lane != LINK
         if inside and task.kind == "memory" and task.sequence >= 0 and _same_place(chain, task):
             chain.append(task)
+            inner = len(between)
         elif inside and task.kind == "glue" and not task.after and chain and not task.gradient_bytes:
             between.append(task)
         else:
-            found += _joined(chain, between, pace)
-            chain, between = [], []
+            found += _joined(chain, between[:inner], between[inner:], pace)
+            chain, between, inner = [], [], 0
             if inside and task.kind == "memory" and task.sequence >= 0:
                 chain.append(task)
             else:
                 found.append(task)
-    return [*found, *_joined(chain, between, pace)]
+    return [*found, *_joined(chain, between[:inner], between[inner:], pace)]
 
 
 def _same_place(chain: Sequence[Task], task: Task) -> bool:
@@ -69,10 +71,11 @@ def _same_place(chain: Sequence[Task], task: Task) -> bool:
     return (first.lane, first.phase, first.recomputed) == (task.lane, task.phase, task.recomputed)
 
 
-def _joined(chain: Sequence[Task], between: Sequence[Task], pace: Pace) -> list[Task]:
+def _joined(chain: Sequence[Task], between: Sequence[Task], behind: Sequence[Task], pace: Pace) -> list[Task]:
+    """``behind`` is the dispatch of what follows the chain: it stays."""
     if len(chain) < 2:
         # In their order: what lies between follows the only task.
-        return [*chain, *between]
+        return [*chain, *between, *behind]
     times = pace.times
     apart = sum(
         times.memory(str(task.operator.work), task.operator.elements, task.operator.dtype) for task in chain
@@ -85,7 +88,7 @@ def _joined(chain: Sequence[Task], between: Sequence[Task], pace: Pace) -> list[
     joined = replace(chain[-1], seconds=seconds, operator=replace(largest.operator, work="multiply"), name="compiled",
                      gradient_bytes=sum(task.gradient_bytes for task in chain),
                      after=tuple(number for task in chain for number in task.after))  # fmt: skip
-    return [*(task.times(1 / len(chain)) for task in between), joined]
+    return [*(task.times(1 / len(chain)) for task in between), joined, *behind]
 
 
 def _passes(chain: Sequence[Task]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._facts import require_plain
 from trine.optim.plan.whatif.transforms._transfers import contention, is_gradient, link_of, require_exchange
 
 __all__ = ["COLLECTIVES", "KEYS", "ORDER", "apply"]
@@ -29,6 +30,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     if name == "none":
         return graph
     require_exchange(graph, KEYS[0])
+    require_plain(graph, KEYS[0])
     link = link_of(graph, change.times)
     codec, ratio = change.times.codec(name)
     calls = COLLECTIVES.get(name, 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from trine.optim.plan.whatif.graph import HOST, Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._facts import fact
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -26,6 +27,11 @@ def apply(graph: Graph, change: Change) -> Graph:
         raise UsageError("data.workers: a what-if wants a number; auto is decided as the run begins")
     if workers == 0:
         return graph
+    if had := fact(graph, "loader", "workers"):
+        raise UsageError(
+            f"data.workers: the recorded run loads with {had} {'worker' if had == 1 else 'workers'} already, and what it "
+            "waits for is not what loading takes: record one with data.workers = 0"
+        )
     graph = graph.with_note("loader workers are taken to have cores of their own")
 
     def changed(step: RankStep) -> list[Task]:

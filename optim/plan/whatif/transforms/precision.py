@@ -17,6 +17,7 @@ from trine.optim.plan.whatif.operators import DTYPE_BYTES, Operator
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
+from trine.optim.plan.whatif.transforms._facts import fact
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.record.errors import UsageError
 
@@ -60,11 +61,26 @@ def apply(graph: Graph, change: Change) -> Graph:
         return graph
     require_operators(graph.basis, KEYS[0])
     assert low is not None
+    _require_wide(graph)
     if not change.times.has(low):
         raise UsageError(
             f"precision.dtype: products in {low} are not calibrated on this machine: run trine hardware --calibrate"
         )
     return mapped(graph, lambda step: _changed(step, low, change.times))
+
+
+def _require_wide(graph: Graph) -> None:
+    stated = [fact(graph, "precision", name) for name in ("autocast_dtype", "parameter_dtype")]
+    had = next((name for name in stated if name not in (None, "float32")), None) or next(
+        (
+            task.operator.dtype
+            for task in graph.steps[0].ranks[0].tasks
+            if task.kind == "product" and task.phase == "forward" and task.operator.dtype != "fp32"
+        ),
+        None,
+    )
+    if had:
+        raise UsageError(f"{KEYS[0]}: the recorded run computes in {had} already: record one in fp32")
 
 
 def in_dtype(task: Task, dtype: str, pace: Pace) -> Task:

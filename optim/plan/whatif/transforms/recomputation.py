@@ -12,6 +12,7 @@ from dataclasses import replace
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped, renumbered
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, require_operators
+from trine.optim.plan.whatif.transforms._facts import require_plain
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -26,6 +27,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     if wanted.mode == "none":
         return graph
     require_operators(graph.basis, KEYS[0])
+    require_plain(graph, KEYS[0])
     if wanted.mode not in ("full", "selective"):
         raise UsageError(
             f'checkpointing.mode = "{wanted.mode}" is decided by measurement as the run begins: ask for "full" or "selective"'
