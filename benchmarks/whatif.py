@@ -1,4 +1,4 @@
-"""Does what-if meet the truth? One plain record predicts what eight changes do to a step; then each is measured.
+"""Does what-if meet the truth? One plain record predicts what ten changes do to a step; then each is measured.
 
     python benchmarks/whatif.py                       train_gpt.py and train_vision.py on two gloo ranks, under six minutes
     python benchmarks/whatif.py gpt --seconds 40      one of them, with so long to measure all its changes
@@ -88,8 +88,9 @@ def calibrate(anew: bool) -> None:
     from trine.record.hardware import cache_folder, calibrated, processor_name
 
     kept = calibrated(processor_name(), 1)
-    folder = cache_folder() / "hardware"
-    age = min((time.time() - path.stat().st_mtime for path in folder.glob("*.json")), default=FRESH_S)
+    files = (cache_folder() / "hardware").glob("*--threads-1.json")
+    own = [path for path in files if json.loads(path.read_text("utf-8")).get("name") == processor_name()]
+    age = min((time.time() - path.stat().st_mtime for path in own), default=FRESH_S)
     if not anew and kept is not None and kept.operations and age < FRESH_S:
         return
     _run([sys.executable, "-m", "trine", "hardware", "--calibrate", "--no-observer"])

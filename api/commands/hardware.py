@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import Any
 
-from trine.record.errors import UsageError
+from trine.record.errors import TrineError, UsageError
 from trine.record.hardware import Peaks, cache_folder, calibrated, peaks_of, processor_name, store_calibration
 
 __all__ = ["SUMMARY", "describe", "prepare_parser", "run", "text_of"]
@@ -196,11 +196,10 @@ def _memory_bytes() -> int | None:
 
 
 def _calibrate(ranks: int | None) -> None:
-    from trine.optim.runtime.exchange.calibration import codecs_of
     from trine.profiler.calibrate import calibrate_all
 
     for peaks in calibrate_all(ranks, tell=lambda message: _tell(f"measuring {message}")):
-        peaks = replace(peaks, operations=[*peaks.operations, *codecs_of(peaks.threads, ranks or 2)])
+        peaks = replace(peaks, operations=[*peaks.operations, *_codecs(peaks, ranks)])
         try:
             path = store_calibration(peaks)
         except OSError as error:
@@ -209,6 +208,18 @@ def _calibrate(ranks: int | None) -> None:
                 "set TRINE_CACHE to a folder that can be written"
             ) from error
         _tell(f"Wrote {path}")
+
+
+def _codecs(peaks: Peaks, ranks: int | None) -> list[dict[str, Any]]:
+    """Codecs of gradients among as many ranks as links were measured between; where they fail the rest is kept."""
+    from trine.optim.runtime.exchange.calibration import codecs_of
+
+    among = next((row["ranks"] for row in peaks.operations if "ranks" in row), ranks or 2)
+    try:
+        return codecs_of(peaks.threads, among)
+    except (TrineError, RuntimeError, OSError) as error:
+        _tell(f"left out: codecs: {' '.join(str(error).split())}")
+        return []
 
 
 def _build_observer() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from trine.cli import main
+from trine.optim.runtime.exchange import calibration
 from trine.optim.runtime.exchange.calibration import NAMES, codecs_of
 from trine.profiler import calibrate, calibrate_operations
+from trine.record.hardware import Peaks, calibrated
 
 
 def test_operations_are_measured_by_dtype_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +38,26 @@ def test_codecs_send_fewer_bytes_in_the_ratio_of_their_bits() -> None:
     assert rows["bf16"]["ratio"] == pytest.approx(2.0)
     assert rows["int8"]["ratio"] == pytest.approx(4.0, rel=0.05)  # and a scale for 64 codes
     assert rows["onebit"]["ratio"] > rows["int8"]["ratio"]
+
+
+def test_codecs_that_fail_leave_the_rest_of_a_calibration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = {"operation": "all_reduce", "bytes": 8, "seconds": 1e-3, "ranks": 4}
+    peaks = Peaks("a machine", {}, None, None, None, "by hand", True, 1, {}, None, [link])
+    asked: list[int] = []
+
+    def failing(threads: int | None, ranks: int = 2) -> list[dict[str, object]]:
+        asked.append(ranks)
+        raise RuntimeError("no such\ncodec")
+
+    monkeypatch.setenv("TRINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibrate, "calibrate_all", lambda ranks, tell: [peaks])
+    monkeypatch.setattr(calibration, "codecs_of", failing)
+    assert main(["hardware", "--calibrate", "--no-observer"]) == 0
+    assert asked == [4] and "left out: codecs: no such codec" in capsys.readouterr().err
+    kept = calibrated("a machine", 1)
+    assert kept is not None and list(kept.operations) == [link]
 
 
 @pytest.mark.slow
