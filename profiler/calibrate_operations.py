@@ -32,7 +32,7 @@ ELEMENTS = (2**12, 2**15, 2**18, 2**20, 2**22)
 #: Elements of a row, of what normalises rows.
 ROW = 256
 #: Of one operation all repetitions together, but at least three.
-SECONDS = 0.02
+SECONDS = 0.01
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Work = Callable[[], Any]

@@ -10,14 +10,12 @@ import numpy as np
 
 from trine.optim.plan.whatif.build import Steady
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step, Task
-from trine.optim.plan.whatif.operators import Operator, Product
+from trine.optim.plan.whatif.operators import TRANSFER, WAIT, Operator, Product
 from trine.optim.plan.whatif.predict import Recorded, replayed
 from trine.optim.plan.whatif.replay import replay
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.record.hardware import Peaks
 
-WAIT = Operator("wait", None, None, 0, "fp32")
-TRANSFER = Operator("transfer", None, None, 0, "fp32")
 ALPHA, BETA = 1e-3, 1e9
 MIB = 2**20
 #: Of the calibrated machine: bf16 products are four times as fast, memory moves 1e9 elements a second (bf16: 2e9).

@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import sys
+import time
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import Any
@@ -198,6 +199,7 @@ def _memory_bytes() -> int | None:
 def _calibrate(ranks: int | None) -> None:
     from trine.profiler.calibrate import calibrate_all
 
+    began = time.monotonic()
     for peaks in calibrate_all(ranks, tell=lambda message: _tell(f"measuring {message}")):
         peaks = replace(peaks, operations=[*peaks.operations, *_codecs(peaks, ranks)])
         try:
@@ -208,6 +210,7 @@ def _calibrate(ranks: int | None) -> None:
                 "set TRINE_CACHE to a folder that can be written"
             ) from error
         _tell(f"Wrote {path}")
+    _tell(f"measured in {time.monotonic() - began:.0f} s")
 
 
 def _codecs(peaks: Peaks, ranks: int | None) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trine.optim.plan.whatif.graph import LINK, RankStep, Task, fresh
-from trine.optim.plan.whatif.operators import DTYPE_BYTES, Operator, operator_of
+from trine.optim.plan.whatif.operators import DTYPE_BYTES, TRANSFER, WAIT, Operator, operator_of
 from trine.record.model import HOST_KINDS, MISSING, Rank, Table
 
 __all__ = ["ACCUMULATE", "Phases", "Span", "gradient_bytes", "spans_of", "steps_of_operators"]
@@ -22,8 +22,6 @@ LEAST_WAIT_NS = 20_000
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$")
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
-_WAIT = Operator("wait", None, None, 0, "fp32")
-_TRANSFER = Operator("transfer", None, None, 0, "fp32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +200,13 @@ class _Gaps:
             yield from glue
             at = issue
             yield Task(
-                call.own / 1e9, phase, LINK, _TRANSFER, call.operation, (glue[-1].number,), call.number,
+                call.own / 1e9, phase, LINK, TRANSFER, call.operation, (glue[-1].number,), call.number,
                 issued=call.operation, key=call.key, bytes=call.bytes,
             )  # fmt: skip
         ended = self._ended(begin, at, end)
         until = max((call.end for call in ended), default=at)
         if end - at >= LEAST_WAIT_NS and until - at >= LEAST_WAIT_NS:
-            yield Task(0.0, phase, operator=_WAIT, after=tuple(call.number for call in ended))
+            yield Task(0.0, phase, operator=WAIT, after=tuple(call.number for call in ended))
             at = until
         yield from self._phases.stretch(at, end, phase)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trine.optim.plan.whatif._host_tasks import ACCUMULATE, Phases, gradient_bytes
 from trine.optim.plan.whatif.graph import LINK, RankStep, Task
-from trine.optim.plan.whatif.operators import Operator, operator_of
+from trine.optim.plan.whatif.operators import TRANSFER, WAIT, Operator, operator_of
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Rank, Table
 
 __all__ = ["steps_of_kernels"]
@@ -34,8 +34,6 @@ LATE_NS = 1_000_000
 MOST_TRANSFERS = 8
 _BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "hipStreamSynchronize",
              "hipDeviceSynchronize", "hipEventSynchronize")  # fmt: skip
-_WAIT = Operator("wait", None, None, 0, "fp32")
-_TRANSFER = Operator("transfer", None, None, 0, "fp32")
 _UNKNOWN = Operator("glue", None, None, 0, "fp32")
 
 
@@ -126,7 +124,7 @@ class _Building:
         phase = self._phases.at(begin)
         self.tasks += self._phases.stretch(self.at, begin)
         if self._until > begin:
-            self.tasks.append(Task(0.0, phase, operator=_WAIT, after=tuple(self._newest.values())))
+            self.tasks.append(Task(0.0, phase, operator=WAIT, after=tuple(self._newest.values())))
             begin = min(max(self._until, begin), end)
         # Without work of this step to wait for, the call takes what it took.
         self.tasks.append(Task((end - begin) / 1e9, phase))
@@ -168,7 +166,7 @@ class _Building:
                 seconds,
                 phase,
                 LINK,
-                _TRANSFER,
+                TRANSFER,
                 operation,
                 tuple(after),
                 issued=operation,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from trine.optim.plan.whatif.graph import LINK, RankStep, Task, fresh
-from trine.optim.plan.whatif.operators import Operator
+from trine.optim.plan.whatif.operators import TRANSFER, WAIT
 from trine.record.model import MISSING, Rank, Table
 
 __all__ = ["steps_of_phases"]
 
-_WAIT = Operator("wait", None, None, 0, "fp32")
-_TRANSFER = Operator("transfer", None, None, 0, "fp32")
 #: Steps that are looked at.
 MOST_STEPS = 40
 
@@ -41,12 +39,12 @@ def _step(rank: Rank, steps: Table, row: int) -> RankStep:
     for transfer, issued in _transfers(rank.collectives, int(steps["index"][row])):
         begin = min(max(issued - backward, at), length["backward"])
         tasks.append(Task((begin - at) / 1e9, "backward"))
-        tasks.append(Task(transfer.seconds, "backward", LINK, _TRANSFER, transfer.name, (tasks[-1].number,),
+        tasks.append(Task(transfer.seconds, "backward", LINK, TRANSFER, transfer.name, (tasks[-1].number,),
                           transfer.number, issued=transfer.name, key=transfer.key, bytes=transfer.bytes))  # fmt: skip
         at = begin
         calls.append(transfer.number)
     tasks.append(Task((length["backward"] - at) / 1e9, "backward"))
-    tasks.append(Task(0.0, "backward", operator=_WAIT, after=tuple(calls)))
+    tasks.append(Task(0.0, "backward", operator=WAIT, after=tuple(calls)))
     tasks.append(Task(length["optimizer"] / 1e9, "optimizer"))
     tasks.append(Task(length["other"] / 1e9, "other"))
     return RankStep(rank.rank, tuple(tasks), (end - start) / 1e9)
@@ -66,7 +64,7 @@ def _transfers(table: Table | None, step: int) -> list[tuple[Task, int]]:
     for row, name in zip(rows.tolist(), table.text("operation")[rows].tolist(), strict=True):
         counts[name] = counts.get(name, 0) + 1
         seconds = (int(table["end_ns"][row]) - int(table["start_ns"][row])) / 1e9
-        task = Task(seconds, "backward", LINK, _TRANSFER, str(name), number=fresh(), key=f"{name} {counts[name]}",
+        task = Task(seconds, "backward", LINK, TRANSFER, str(name), number=fresh(), key=f"{name} {counts[name]}",
                     bytes=max(int(table["bytes"][row]), 0))  # fmt: skip
         found.append((task, int(issued[row])))
     return found

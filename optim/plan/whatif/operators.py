@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-__all__ = ["ARITHMETIC", "DTYPE_BYTES", "Kind", "Operator", "Product", "operator_of"]
+__all__ = ["ARITHMETIC", "DTYPE_BYTES", "TRANSFER", "WAIT", "Kind", "Operator", "Product", "operator_of"]
 
 Kind = Literal["product", "memory", "glue", "wait", "transfer"]
 
@@ -54,6 +54,9 @@ class Operator:
     dtype: str
 
 
+#: Waiting for others, and bytes on a link.
+WAIT = Operator("wait", None, None, 0, "fp32")
+TRANSFER = Operator("transfer", None, None, 0, "fp32")
 #: Operator → the calibrated work on memory that is like it (``profiler/calibrate_operations.py``).
 _MEMORY = {
     "aten::add": "add",

@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Task, fresh
-from trine.optim.plan.whatif.operators import Operator
+from trine.optim.plan.whatif.operators import TRANSFER, WAIT
 from trine.optim.plan.whatif.times import Link, OperationTimes
 from trine.record.errors import UsageError
 from trine.record.hardware import fit_latency_bandwidth
 
 __all__ = ["contention", "link_of", "replaced", "require_exchange", "transfer", "waiting"]
 
-_TRANSFER = Operator("transfer", None, None, 0, "fp32")
-_WAIT = Operator("wait", None, None, 0, "fp32")
 #: What copies a gradient into its bucket, and divides it by the ranks.
 BUCKET_COPY = "torch::distributed::reducer::mul_out"
 #: Smaller transfers are flags and counts, not gradients.
@@ -76,13 +74,13 @@ def transfer(
 ) -> Task:
     """A collective of every rank that has one of the same ``key``."""
     return Task(
-        seconds, phase, LINK, _TRANSFER, operation, tuple(after), issued=operation, key=key, bytes=int(size)
+        seconds, phase, LINK, TRANSFER, operation, tuple(after), issued=operation, key=key, bytes=int(size)
     )
 
 
 def waiting(after: Iterable[int], phase: str, lane: str = HOST) -> Task:
     """The host, or a stream, until those have ended."""
-    return Task(0.0, phase, lane, operator=_WAIT, after=tuple(after), number=fresh())
+    return Task(0.0, phase, lane, operator=WAIT, after=tuple(after), number=fresh())
 
 
 def replaced(step: RankStep, gone: Callable[[Task], bool], instead: Sequence[int]) -> tuple[Task, ...]:
