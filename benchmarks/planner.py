@@ -1,6 +1,6 @@
 """How far the planner is from published runs: a line a table, and a summary.
 
-    python benchmarks/planner.py [--runs FILE.csv] [--format text|json] [--worst N]
+    python benchmarks/planner.py [--runs FILE.csv] [--format text|json] [--worst N] [--as-stated]
 
 Any file in the schema of the published runs is scored (by default the one of ``$TRINE_TEST_DATA``): each row is predicted or
 skipped with its reason. The step's error is |predicted/measured − 1|. Kendall's tau and the regret (time lost by trusting the
@@ -41,9 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=None, help="a CSV file; by default the shared one")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="also the N rows furthest off")
+    parser.add_argument(
+        "--as-stated", action="store_true", help="rows as their tables state them, without errata"
+    )
     options = parser.parse_args(argv)
     try:
-        runs, skipped = read_runs(options.runs or default_runs())
+        runs, skipped = read_runs(options.runs or default_runs(), as_stated=options.as_stated)
     except TrineError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -111,6 +114,7 @@ def score(runs: Sequence[Run], skipped: Sequence[Skipped]) -> dict[str, Any]:
     medians = [line["step_error_median"] for line in tables.values()]
     tail = [line["step_error_p90"] for line in tables.values()]
     memory = _memory(runs)
+    counted = sum(run.countable for run in timed)
     countable = sum(skip.countable for skip in skipped)
     summary = {
         "rows": len(runs) + len(skipped),
@@ -122,7 +126,7 @@ def score(runs: Sequence[Run], skipped: Sequence[Skipped]) -> dict[str, Any]:
         "step_error_median_pooled": _quantile(errors, 0.5),
         "step_error_p90_pooled": _quantile(errors, 0.9),
         **memory,
-        "coverage": len(timed) / (len(timed) + countable) if timed else 0.0,
+        "coverage": counted / (counted + countable) if counted else 0.0,
         "skipped": dict(Counter(skip.reason for skip in skipped).most_common()),
         "configs_per_minute": round(_speed(timed)) if timed else 0,
         "scaling": _scaling(timed, predicted, measured),
@@ -146,7 +150,8 @@ def _memory(runs: Sequence[Run]) -> dict[str, Any]:
             foreseen.append(not bool(found.fits[0]))
             continue
         false_alarms.append(not bool(found.fits[0]))
-        peak = found.peak_bytes if run.memory_is == "used" else found.reserved_bytes
+        kinds = {"used": "peak_bytes", "reserved": "reserved_bytes", "allocated": "allocated_bytes"}
+        peak = getattr(found, kinds[run.memory_is])
         errors[run.table].append(abs(float(peak[0]) / ((run.memory_gib or 0.0) * 2**30) - 1))
     medians = [float(np.median(values)) for values in errors.values()]
     return {

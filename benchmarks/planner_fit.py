@@ -4,7 +4,9 @@
 
 What is minimised is a robust loss (pseudo-Huber) of log(predicted/measured), each table weighing as the tenth root of its rows, plus
 each constant's distance from its prior in units of how far such constants may lie from it. A constant that no run tells
-apart stays at its prior. Cross-validation leaves one table out, fits on the others, and predicts it.
+apart stays at its prior, and so do a family's and a network's with fewer than five runs. No network is fitted above its line
+rate, no overlap above what was measured of kernels beside collectives. Cross-validation leaves one table out, fits on the
+others from the priors on, and predicts it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from planner_rows import Run, read_runs
 from trine.optim.plan import Layouts
 from trine.optim.plan.columns import Conditions, Sizes
 from trine.optim.plan.constants import DEVICE_CONSTANTS, NETWORK_CONSTANTS, STACK_CONSTANTS, stacks
+from trine.optim.plan.network import Network
 from trine.optim.plan.step import parts_of
 from trine.optim.plan.waits import Waits, waits_of
 from trine.record.errors import TrineError
@@ -57,7 +60,11 @@ PRIORS: Mapping[str, tuple[float, float]] = {
 _KNEE = 0.05
 #: How much more a table of one run weighs than a prior.
 _SHARE = 8.0
-_STEPS = 40
+_STEPS = 200
+#: Runs below which a family or a network keeps its priors.
+_FEWEST = 5
+#: The slowest that computing beside a collective was seen to be (:mod:`trine.optim.plan.contention` quotes it).
+_MOST_OVERLAP = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,8 @@ class Problem:
     owners: Mapping[str, npt.NDArray[np.int64]]
     names: tuple[tuple[str, str], ...]
     parents: npt.NDArray[np.int64]
+    least: Values
+    most: Values
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Problem:
@@ -91,6 +100,7 @@ class Problem:
             place.get((field, stacks()[name].parent) if field in STACK_CONSTANTS else (field, name), position)
             for position, (field, name) in enumerate(names)
         ]
+        bounds = [_bounds(runs, field, name) for field, name in names]
         tables = [run.table for run in runs]
         counts = {table: tables.count(table) for table in tables}
         return cls(
@@ -104,6 +114,8 @@ class Problem:
             owners=owners,
             names=tuple(names),
             parents=np.asarray(parents),
+            least=np.log([least for least, _ in bounds]),
+            most=np.log([most for _, most in bounds]),
         )
 
     def prior(self, theta: Values) -> Values:
@@ -138,8 +150,30 @@ def _owner(run: Run, field: str) -> str:
     return run.stack.name if field in STACK_CONSTANTS else run.cluster.device.family
 
 
+def _bounds(runs: Sequence[Run], field: str, name: str) -> tuple[float, float]:
+    """Between which a constant may lie: what is physical, and its prior alone where too few runs tell."""
+    own = [run for run in runs if _owner(run, field) == name]
+    prior = PRIORS[field][0]
+    if field in STACK_CONSTANTS:
+        # Without ZeRO 3's gathers it is a share.
+        is_share = field == "exposed" and all(run.layout["zero_stage"] < 3 for run in own)
+        return 1e-9, 1.0 if is_share else np.inf
+    if len(own) < _FEWEST:
+        return prior, prior
+    if field.endswith("_overlap"):
+        return 1e-9, _MOST_OVERLAP
+    if field.endswith("_bandwidth"):
+        side = field.partition("_")[0]
+        networks = [Network.of(run.cluster) for run in own]
+        return 1e-9, 1 / max(getattr(each, f"{side}_constants").bandwidth_efficiency for each in networks)
+    return 1e-9, np.inf
+
+
 def fit(problem: Problem, start: Values, included: npt.NDArray[np.bool_], steps: int = _STEPS) -> Values:
-    """Levenberg–Marquardt on the included rows, reweighted for the robust loss."""
+    """Levenberg–Marquardt on the included rows, reweighted for the robust loss; constants at a bound stay where it holds them.
+
+    Raises ``RuntimeError`` where it has not converged.
+    """
     spread = np.asarray([PRIORS[field][1] for field, _ in problem.names])
 
     def loss(theta: Values, ratio: Values) -> float:
@@ -147,7 +181,7 @@ def fit(problem: Problem, start: Values, included: npt.NDArray[np.bool_], steps:
         far = (theta - problem.prior(theta)) / spread
         return float((problem.weights**2 * robust)[included].sum() + 0.5 * _KNEE**2 * (far**2).sum())
 
-    theta, damping = start.copy(), 1e-2
+    theta, damping = np.clip(start, problem.least, problem.most), 1e-2
     ratio = problem.log_ratio(theta)
     cost = loss(theta, ratio)
     for _ in range(steps):
@@ -157,21 +191,24 @@ def fit(problem: Problem, start: Values, included: npt.NDArray[np.bool_], steps:
         gradient = jacobian.T @ (weight * ratio[included]) + (_KNEE / spread) ** 2 * (
             theta - problem.prior(theta)
         )
-        for _ in range(8):
-            move = -np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
-            trial = theta + np.clip(move, -1.0, 1.0)
+        free = ~(((theta <= problem.least) & (gradient > 0)) | ((theta >= problem.most) & (gradient < 0)))
+        normal, gradient = normal[np.ix_(free, free)], gradient[free]
+        for _ in range(12):
+            move = np.zeros(len(theta))
+            move[free] = -np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
+            trial = np.clip(theta + np.clip(move, -1.0, 1.0), problem.least, problem.most)
             trial_ratio = problem.log_ratio(trial)
             trial_cost = loss(trial, trial_ratio)
             if trial_cost < cost:
                 break
             damping *= 4
         else:
-            break
+            return theta
         done = cost - trial_cost < 1e-6 * cost
         theta, ratio, cost, damping = trial, trial_ratio, trial_cost, max(damping / 3, 1e-7)
         if done:
-            break
-    return theta
+            return theta
+    raise RuntimeError(f"the fit has not converged in {steps} steps")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -194,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     _print_errors("fitted on all tables", problem, problem.log_ratio(theta))
     factors = None
     if not options.no_cross_validation:
-        left_out = cross_validated(problem, theta)
+        left_out = cross_validated(problem, start)
         _print_errors("each table predicted by constants of the others", problem, left_out)
         factors = _spread(problem, left_out)
     if options.write:
@@ -202,17 +239,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def cross_validated(problem: Problem, theta: Values) -> Values:
+def cross_validated(problem: Problem, start: Values) -> Values:
     """log(predicted/measured) of every row by constants that its table had no part in."""
     found = np.zeros(len(problem.runs))
     tables = np.asarray([run.table for run in problem.runs])
     for table in sorted(set(tables)):
         included = tables != table
-        # Constants that only this table has start where nobody has looked, at their priors.
-        seen = np.zeros(len(theta), dtype=bool)
-        for owner in problem.owners.values():
-            seen[owner[included]] = True
-        fitted = fit(problem, np.where(seen, theta, problem.prior(theta)), included, steps=12)
+        fitted = fit(problem, start, included)
         found[~included] = problem.log_ratio(fitted)[~included]
     return found
 
@@ -283,7 +316,13 @@ def write(problem: Problem, theta: Values, factors: tuple[float, float] | None) 
         rows = int((problem.owners[field] == problem.names.index((field, name))).sum())
         if name in content[kind]:
             content[kind][name][plain] = float(f"{np.exp(value):.4g}")
-            content[kind][name]["provenance"] = f"fitted on {rows} published runs"
+            fitted = kind == "stack" or rows >= _FEWEST
+            said = (
+                f"fitted on {rows} published runs"
+                if fitted
+                else f"the fit's priors: {rows} published runs are too few"
+            )
+            content[kind][name]["provenance"] = said
     if factors is not None:
         content["spread"] = {"low": round(factors[0], 3), "high": round(factors[1], 3)}
     lines = ["# Written by benchmarks/planner_fit.py. What the names mean: constants.py."]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planner_cells import Missing, Row
-from planner_plausible import without_impossible_recomputation
+from planner_errata import erratum_of
 from planner_workloads import workload_of_row
 
 from trine.optim.plan import Cluster, Device, Layouts, Workload
@@ -43,7 +43,8 @@ _CONTAINERS = {
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run and its truth. ``layout``: columns by name as :meth:`Layouts.of` takes them. ``memory_gib`` and ``oom``: as
-    published, ``memory_is`` of "used" (by the device's own count) or "reserved" (by PyTorch's allocator); ``seconds`` None where only memory is known. ``assumed``: what the row does not say."""
+    published, ``memory_is`` of "used" (by the device's own count), "reserved" (by PyTorch's allocator) or "allocated" (its tensors);
+    ``seconds`` None where only memory is known. ``assumed``: what the row does not say. ``countable``: see :class:`Skipped`."""
 
     table: str
     row: str
@@ -58,6 +59,7 @@ class Run:
     batch: int
     memory_is: str
     assumed: tuple[str, ...] = ()
+    countable: bool = True
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -96,8 +98,8 @@ class Skipped:
     countable: bool = False
 
 
-def read_runs(path: Path) -> tuple[list[Run], list[Skipped]]:
-    """All rows of a CSV file in the schema of published runs. Raises ``UnreadableInput`` where it is no such file."""
+def read_runs(path: Path, *, as_stated: bool = False) -> tuple[list[Run], list[Skipped]]:
+    """All rows of a CSV file in the schema of published runs; ``as_stated``: without errata. Raises ``UnreadableInput``."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
@@ -105,10 +107,12 @@ def read_runs(path: Path) -> tuple[list[Run], list[Skipped]]:
         raise UnreadableInput(f"{path} cannot be read as CSV: {error}") from error
     if not rows or "hidden" not in rows[0]:
         raise UnreadableInput(f"{path} has no column 'hidden': a table of runs has a header and a row a run")
-    return read_rows(rows)
+    return read_rows(rows, as_stated=as_stated)
 
 
-def read_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Run], list[Skipped]]:
+def read_rows(
+    rows: Iterable[Mapping[str, Any]], *, as_stated: bool = False
+) -> tuple[list[Run], list[Skipped]]:
     """As :func:`read_runs`, from rows that are read already."""
     runs: list[Run] = []
     skipped: list[Skipped] = []
@@ -117,10 +121,10 @@ def read_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Run], list[Skippe
         table = row.text("table") or "runs"
         name = row.text("row_id") or f"{table}-{position + 1}"
         try:
-            runs.append(_run(row, table, name))
+            runs.append(_run(row, table, name, as_stated))
         except (Missing, TrineError, ValueError, ArithmeticError) as error:
             skipped.append(Skipped(table, name, _reason(error), _countable(row)))
-    return without_impossible_recomputation(runs), skipped
+    return runs, skipped
 
 
 def _reason(error: Exception) -> str:
@@ -135,12 +139,16 @@ def _countable(row: Row) -> bool:
     return bool(truth and row.count("layers") and layout)
 
 
-def _run(row: Row, table: str, name: str) -> Run:
+def _run(row: Row, table: str, name: str, as_stated: bool) -> Run:
     workload = workload_of_row(row)
     devices = row.needed("n_gpus")
     cluster = _cluster(row, devices)
     stack = _stack(row)
     layout, batch = _layout(row, workload, stack, devices)
+    erratum = None if as_stated else erratum_of(table, str(layout["recompute"]), stack.fused_attention)
+    if erratum is not None:
+        layout |= erratum[0]
+        row.assume(erratum[1])
     cluster.device.peak(str(layout["precision"]))  # which a device may not have
     seconds = row.number("step_time_s")
     rate = row.number("tokens_per_s_gpu")
@@ -163,8 +171,9 @@ def _run(row: Row, table: str, name: str) -> Run:
         memory_gib=memory,
         oom=oom,
         batch=batch,
-        memory_is="used" if "nvidia-smi" in text else "reserved",
+        memory_is="used" if "nvidia-smi" in text else "allocated" if "allocated" in text else "reserved",
         assumed=tuple(row.assumed),
+        countable=_countable(row),
     )
 
 
@@ -214,8 +223,8 @@ def _stack(row: Row) -> Stack:
     try:
         stack = stack_named(text)
     except TrineError:
-        stack = stack_named("pytorch")
-        row.assume(f"{text or 'no framework'} as plain PyTorch")
+        stack = stack_named(_usual_stack(row))
+        row.assume(f"{text or 'no framework'} as {stack.name}")
     notes = row.text("notes").lower()
     traits: dict[str, Any] = {}
     if re.search(r"\beager\b", notes):
@@ -234,11 +243,21 @@ def _stack(row: Row) -> Stack:
         traits["expert_once"] = True
     if "a2a overlap" in notes:
         traits["expert_overlap"] = True
+    if re.search(r"selective ?\((layer)?norm,(moe_)?act", row.text("recompute").lower()):
+        # Matmuls' outputs are kept, what is element by element is repeated.
+        traits["operators"] = "all"
     if "rowwise" in row.text("precision").lower():
         traits["fp8_gain"] = 0.0
     if "fp4" in row.text("precision").lower():
         traits["fp8_gain"] = 3.3 if "b300" in row.text("gpu").lower() else 2.0
     return stack.with_traits(**traits) if traits else stack
+
+
+def _usual_stack(row: Row) -> str:
+    """What trains in such a layout where nobody says what does."""
+    if (row.count("tp") or 1) > 1 or (row.count("pp") or 1) > 1:
+        return "megatron-core"
+    return "fsdp" if _zero_stage(row) == 3 else "pytorch"
 
 
 # --- layout -------------------------------------------------------------------------------------------------------------
@@ -259,8 +278,6 @@ def _layout(row: Row, workload: Workload, stack: Stack, devices: int) -> tuple[d
     schedule, chunks = _schedule(row, workload, pipeline)
     micro_batch, microbatches = _batch(row, workload, data, pipeline)
     batch = row.count("gbs") or data * micro_batch * microbatches
-    zero = row.text("zero_stage").lower()
-    stage = 3 if "fsdp" in zero else int(row.number("zero_stage") or 0)
     sequence = row.number("sp")
     layout = {
         "data": data,
@@ -272,12 +289,35 @@ def _layout(row: Row, workload: Workload, stack: Stack, devices: int) -> tuple[d
         "schedule": schedule,
         "micro_batch": micro_batch,
         "microbatches": microbatches,
-        "zero_stage": min(stage, 3),
+        "zero_stage": max(_zero_stage(row), int(stack.split_optimizer)),
+        "shard": _shard(row, data * context, context),
         "sequence": int(tensor > 1 and (sequence > 0 if sequence is not None else stack.sequence)),
         **_recompute(row, workload, stack, pipeline),
         "precision": _precision(row, stack),
     }
     return layout, batch
+
+
+def _zero_stage(row: Row) -> int:
+    text = row.text("zero_stage").lower()
+    if "fsdp" in text or "hsdp" in text or "full" in text:
+        return 3
+    return min(int(row.number("zero_stage") or 0), 3)
+
+
+def _shard(row: Row, ranks: int, context: int) -> int:
+    """Data ranks that share state, 0 for all: where notes say how many, or a node's where state is sharded in groups."""
+    said = re.search(
+        r"\b(?:fsdp|shard)\s*=\s*(\d+)(?:\s*\((\d+) at (\d+) gpus\))?", row.text("notes").lower()
+    )
+    group = 0
+    if said is not None:
+        group = int(said[2]) if said[3] and int(said[3]) == row.count("n_gpus") else int(said[1])
+    elif "hsdp" in row.text("zero_stage").lower():
+        group = row.count("gpus_per_node") or 8
+        row.assume(f"state shared by {group} ranks")
+    fits = 0 < group < ranks and ranks % group == 0 and group % context == 0
+    return group // context if fits else 0
 
 
 def _schedule(row: Row, workload: Workload, pipeline: int) -> tuple[str, int]:
@@ -293,6 +333,12 @@ def _schedule(row: Row, workload: Workload, pipeline: int) -> tuple[str, int]:
         return "zb-v", 2
     if "gpipe" in text:
         return "gpipe", 1
+    if "dualpipe" in text:
+        return "dualpipe-v", 2
+    if "bfs" in text or "breadth" in text:
+        return "looped-bfs", max(chunks, 2)
+    if re.search(r"interleaved.?zero.?bubble", text):
+        return "interleaved-zb", max(chunks, 2)
     stage = -(-workload.layers // pipeline)
     if row.count("vpp") is None and text.startswith("1f1b-i"):
         row.assume(f"{stage} chunks a rank, one layer each")
@@ -335,6 +381,9 @@ def _recompute(row: Row, workload: Workload, stack: Stack, pipeline: int) -> dic
     if "selective layer" in text:
         # Every second layer.
         return {"recompute": "budget", "recomputed_layers": max(1, workload.layers // pipeline // 2)}
+    if "selective" in text and "moe" in text.partition("(")[2].split(")")[0].replace("moe_act", ""):
+        row.assume("full recomputation: experts are most of a layer")
+        return {"recompute": "full"}
     if "selective" in text:
         return {"recompute": "selective"}
     if "full" in text or text in ("true", "yes", "block", "uniform"):

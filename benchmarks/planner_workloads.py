@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from planner_cells import Missing, Row
 
 from trine.optim.plan import Workload
 from trine.optim.plan.reconcile import reconciled
+from trine.optim.plan.workload_files import workload_of
+from trine.record.errors import TrineError
 
 __all__ = ["workload_of_row"]
 
@@ -17,6 +21,8 @@ _ROUNDED = 0.03
 
 def workload_of_row(row: Row) -> Workload:
     """The model of a row. Raises ``Missing``."""
+    if known := _known_model(row):
+        return known
     hidden, sequence = row.needed("hidden"), row.needed("seq_len")
     heads = row.count("heads")
     if heads is None:
@@ -65,6 +71,30 @@ def workload_of_row(row: Row) -> Workload:
         if why:
             row.assume(why)
     return workload
+
+
+def _known_model(row: Row) -> Workload | None:
+    """A model that is known by name, where a row lacks its width, or where it is one whose attention no cell tells.
+
+    What the row states stands before it.
+    """
+    name = re.sub(r"\(.*?\)", "", row.text("model")).replace("_", "-").strip()
+    try:
+        found = workload_of(name) if name and not re.search(r"[/.](toml|json)$|^[./]", name) else None
+    except TrineError:
+        return None
+    hidden = row.count("hidden")
+    if found is None or (hidden is not None and (found.latent is None or hidden != found.hidden)):
+        return None
+    stated = {"layers": "layers", "vocab": "vocab", "experts": "experts", "topk": "experts_per_token"}
+    changes = {field: row.count(cell) for cell, field in stated.items() if row.count(cell)}
+    if not found.is_mixture:
+        changes = {field: value for field, value in changes.items() if not field.startswith("experts")}
+    if (sequence := row.count("seq_len")) is not None:
+        changes["sequence"] = sequence
+    row.assume(f"{row.text('model')} as it is published")
+    imbalance = _imbalance(row) if found.is_mixture else 1.0
+    return found.with_changes(name=row.text("model"), load_imbalance=imbalance, **changes)
 
 
 def _imbalance(row: Row) -> float:

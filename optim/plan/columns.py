@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trine.optim.plan.cluster import Cluster, Link
 from trine.optim.plan.collectives import Network
 from trine.optim.plan.constants import (
+    OPERATORS,
     DeviceConstants,
     NetworkConstants,
     Stack,
@@ -65,12 +66,17 @@ class Sizes:
     experts_per_token: Column
     shared_experts: Column
     expert_ffn: Column
+    shared_ffn: Column
     load_imbalance: Column
     attention_parameters: Column
     dense_layer_parameters: Column
     expert_parameters: Column
     mixture_rest_parameters: Column
     embedding_parameters: Column
+    norm_parameters: Column
+    final_norm_parameters: Column
+    other_parameters: Column
+    rotary: Column
     frozen: Column
 
     @classmethod
@@ -103,12 +109,17 @@ class Sizes:
             "experts_per_token": workload.experts_per_token,
             "shared_experts": workload.shared_experts,
             "expert_ffn": workload.expert_ffn,
+            "shared_ffn": workload.shared_ffn,
             "load_imbalance": workload.load_imbalance,
             "attention_parameters": workload.attention_parameters,
             "dense_layer_parameters": workload.layer_parameters(mixture=False),
             "expert_parameters": workload.expert_parameters,
             "mixture_rest_parameters": rest,
             "embedding_parameters": workload.embedding_parameters,
+            "norm_parameters": workload.norm_parameters,
+            "final_norm_parameters": workload.final_norm_parameters,
+            "other_parameters": workload.other_parameters,
+            "rotary": not workload.learned_positions,
             "frozen": frozen,
         }
         return cls(**{name: np.asarray([value], dtype=np.float64) for name, value in values.items()})
@@ -160,6 +171,7 @@ class Conditions:
     hidden_input_gradients: Column
     message_overlap: Column
     gradient_bytes: Column
+    operators: Column
 
     @classmethod
     def of(
@@ -177,12 +189,16 @@ class Conditions:
         inside = inside or _measured(network_constants(inside_link.kind), inside_link.constants)
         between = between or _measured(network_constants(between_link.kind), between_link.constants)
         peaks = [_peak(cluster, precision) for precision in PRECISIONS]
-        best = cluster.device.matmul_flops_per_s or peaks[PRECISIONS.index("bf16")] * device.achievable
-        share = best / peaks[PRECISIONS.index("bf16")]
+        # The best matmul was measured in bf16, or in what a device without it has.
+        known = [peaks[PRECISIONS.index(name)] for name in ("bf16", "fp16", "tf32", "fp32")]
+        usual = next((peak for peak in known if np.isfinite(peak)), np.nan)
+        best = cluster.device.matmul_flops_per_s or usual * device.achievable
+        share = best / usual
         values: dict[str, object] = {
             "memory_per_s": cluster.device.memory_bandwidth.bytes_per_s,
             **_tiers(cluster),
             "network": 0,
+            "operators": OPERATORS.index(stack.operators),
             "attention_gain": stack.attention_gain if cluster.device.family in _NEWER else 1.0,
             "node": cluster.devices_per_node,
             **{

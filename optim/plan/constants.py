@@ -16,13 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from trine.record.errors import UsageError
 
 __all__ = [
     "DEVICE_CONSTANTS",
     "NETWORK_CONSTANTS",
+    "OPERATORS",
     "STACK_CONSTANTS",
     "DeviceConstants",
     "NetworkConstants",
@@ -38,6 +39,8 @@ __all__ = [
 #: What the fit may move.
 DEVICE_CONSTANTS = ("matmul", "depth", "attention", "memory", "launch_s", "skew_s", "fp8")
 NETWORK_CONSTANTS = ("bandwidth", "overlap")
+#: :attr:`Stack.operators`.
+OPERATORS = ("none", "alternate", "all")
 STACK_CONSTANTS = ("compute", "microbatch_s", "step_s", "exposed")
 
 
@@ -100,8 +103,9 @@ class Stack:
     ``hidden_input_gradients``: all-reduces of backward run behind weight gradients.
     ``message_overlap``: pipeline messages are hidden. ``gradient_bytes``: of an element when it is reduced.
     ``fused_loss``: cross entropy reads 16-bit logits and writes their gradient, without a 32-bit copy of either.
-    ``split_optimizer``: optimizer state is sharded over data ranks unless a layout says otherwise. ``recompute``, ``sequence``,
-    ``precision``: what its runs do where they do not say.
+    ``split_optimizer``: its runs shard optimizer state over data ranks where they do not say. ``operators``: of which
+    matmuls selective recomputation keeps the outputs, with attention's (``alternate``: every second, ``all``); ``none``: it repeats
+    attention's scores alone. ``recompute``, ``sequence``, ``precision``: what its runs do where they do not say.
     """
 
     name: str
@@ -126,6 +130,7 @@ class Stack:
     gradient_bytes: int = 4
     fused_loss: bool = False
     split_optimizer: bool = False
+    operators: Literal["none", "alternate", "all"] = "none"
     recompute: str = "none"
     precision: str = "bf16"
     sequence: bool = False

@@ -23,12 +23,13 @@ import numpy.typing as npt
 
 from trine.optim.plan.closed_form import in_flight
 from trine.optim.plan.cluster import Cluster
-from trine.optim.plan.columns import Column
+from trine.optim.plan.columns import Column, Sizes
 from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.memory_activations import layer_bytes, logit_bytes, tokens_of
-from trine.optim.plan.memory_state import Places, State, places_of, state_of
+from trine.optim.plan.memory_state import State, state_of
 from trine.optim.plan.memory_traits import MemoryTraits, memory_spread, memory_traits
+from trine.optim.plan.ranks import Places, places_of
 from trine.optim.plan.workload import Workload
 
 __all__ = ["CATEGORIES", "USABLE", "MemoryEstimate", "memory_of"]
@@ -112,7 +113,7 @@ def memory_of(
     """Of every layout under a software stack. ``traits``: other facts than its kind's. ``frozen``: only small
     adapters are trained."""
     traits = traits or memory_traits(stack)
-    places = places_of(workload, layouts)
+    places = places_of(Sizes.of(workload), layouts)
     state = state_of(workload, stack, traits, layouts, places, frozen=frozen)
     activations, working, moved = _activations(workload, stack, traits, layouts, places, frozen)
     logits = _logits(workload, stack, traits, layouts, places)

@@ -88,7 +88,7 @@ def layer_bytes(
     norms = _norms(parts)
     whole = attention + middle + norms
     layer_input = parts.element * workload.hidden / parts.spread
-    selective = _operators(parts, traits, mixture, middle) if traits.operators != "none" else whole - scores
+    selective = _operators(parts, stack, mixture, middle) if stack.operators != "none" else whole - scores
     policy = layouts["recompute"]
     kept = np.select(
         [policy == 1, policy == 2], [np.broadcast_to(selective, whole.shape), layer_input], whole
@@ -207,7 +207,7 @@ def _experts(parts: _Parts, layouts: Layouts, stack: Stack, frozen: bool) -> tup
     return np.asarray(kept), np.asarray(gradients)
 
 
-def _operators(parts: _Parts, traits: MemoryTraits, mixture: bool, middle: Column) -> Column:
+def _operators(parts: _Parts, stack: Stack, mixture: bool, middle: Column) -> Column:
     """Kept by a policy over operators: every second matmul (queries, values, the feed-forward's first) or
     all, and attention's output.
 
@@ -216,7 +216,7 @@ def _operators(parts: _Parts, traits: MemoryTraits, mixture: bool, middle: Colum
     workload = parts.workload
     output = workload.heads * (workload.latent.value_head_size if workload.latent else workload.head_size)
     inner = (workload.heads + workload.kv_heads) * workload.score_size
-    every = traits.operators == "all"
+    every = stack.operators == "all"
     projected = inner - output if every else output + workload.kv_heads * output / workload.heads
     inside = parts.element * (projected + output) + 4.0 * workload.heads
     held = (2.0 if every else 1.0) * (not parts.joined)

@@ -15,35 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trine.optim.plan.columns import Column
+from trine.optim.plan.columns import Column, Sizes
 from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.memory_activations import element_bytes
 from trine.optim.plan.memory_traits import MemoryTraits
-from trine.optim.plan.stages import stage_layers
+from trine.optim.plan.ranks import Places, expert_replicas, place_elements
 from trine.optim.plan.workload import Workload
 
-__all__ = ["Places", "State", "places_of", "state_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Ranks of a pipeline that may hold most: the first, the second and the last. Arrays (3, layouts).
-
-    ``rank``: its place; ``first`` and ``last``: whether it has the embedding, the head; ``layers`` and
-    ``mixture``: how many it has, and how many of them are of experts.
-    """
-
-    rank: Column
-    first: Column
-    last: Column
-    layers: Column
-    mixture: Column
-
-    @property
-    def dense(self) -> Column:
-        """Layers that are not of experts."""
-        return self.layers - self.mixture
+__all__ = ["State", "state_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +44,6 @@ class State:
     away: dict[str, Column]
 
 
-def places_of(workload: Workload, layouts: Layouts) -> Places:
-    """The three ranks of every layout; with one or two stages they repeat each other."""
-    pipeline = layouts["pipeline"].astype(np.float64)
-    rank = np.stack([0 * pipeline, np.minimum(1, pipeline - 1), pipeline - 1])
-    folded = layouts.is_kind("schedule", "zb-v", "dualpipe-v") & (pipeline > 1)
-    first = (rank == 0).astype(np.float64)
-    end = (rank == pipeline - 1).astype(np.float64)
-    last = np.where(folded, first, end)
-    middle, ends = stage_layers(workload.layers, pipeline)
-    layers = np.where((first + end) > 0, ends, middle)
-    if not workload.is_mixture:
-        return Places(rank, first, last, layers, np.zeros_like(layers))
-    # The first layers are the dense ones.
-    before = np.where(rank == 0, 0.0, ends + (rank - 1) * middle)
-    dense = np.clip(workload.dense_layers - before, 0, layers)
-    return Places(rank, first, last, layers, layers - dense)
-
-
 def state_of(
     workload: Workload,
     stack: Stack,
@@ -92,11 +54,10 @@ def state_of(
     frozen: bool = False,
 ) -> State:
     """Of every layout and place. ``frozen``: weights are not trained, and neither have gradients nor state."""
-    shared, experts = _elements(workload, stack, layouts, places)
-    stage = np.maximum(layouts["zero_stage"], float(stack.split_optimizer or traits.shards_optimizer))
+    shared, experts = place_elements(Sizes.of(workload), stack.expert_tensor, layouts, places)
+    stage = layouts["zero_stage"]
     ranks = layouts.shard_ranks.astype(np.float64)
-    wider = np.ones_like(ranks) if stack.expert_tensor else layouts["tensor"]
-    expert_ranks = np.maximum(ranks * wider / layouts["expert"], 1.0)
+    expert_ranks = expert_replicas(ranks, stack.expert_tensor, layouts)
     weight, gradient, optimizer = _element_bytes(traits, layouts)
 
     def held(bytes_each: Column, from_stage: int) -> Column:
@@ -143,29 +104,6 @@ def _element_bytes(traits: MemoryTraits, layouts: Layouts) -> tuple[Column, Colu
         np.where(wide, 4.0, gradient),
         np.where(wide, 8.0, 12.0),
     )
-
-
-def _elements(workload: Workload, stack: Stack, layouts: Layouts, places: Places) -> tuple[Column, Column]:
-    """Of each place: what all data ranks have, and experts. A tied table lies on the first rank and, once
-    more, on the last."""
-    tensor = layouts["tensor"].astype(np.float64)
-    norms = workload.norm_parameters
-    rest = workload.layer_parameters(mixture=False) - norms
-    shared = places.dense * (rest / tensor + norms)
-    experts = np.zeros_like(shared)
-    if workload.is_mixture:
-        routed = workload.experts * workload.expert_parameters
-        beside = workload.layer_parameters(mixture=True) - routed - norms
-        shared = shared + places.mixture * (beside / tensor + norms)
-        ways = np.minimum(layouts["expert"], workload.experts) * (tensor if stack.expert_tensor else 1.0)
-        experts = places.mixture * routed / ways
-    table = workload.embedding_parameters / tensor
-    alone = layouts["pipeline"] == 1
-    own_head = workload.vocab * workload.hidden / tensor
-    both = alone | (places.first * places.last > 0)
-    head = np.where(both & workload.tied_embeddings, 0.0, own_head)
-    outside = places.first * (table + workload.other_parameters / tensor)
-    return shared + outside + places.last * (head + workload.final_norm_parameters), experts
 
 
 def _gathers(

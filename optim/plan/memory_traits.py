@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 from trine.optim.plan.constants import Spread, Stack, stacks
 
@@ -39,15 +39,13 @@ class MemoryTraits:
     where the vocabulary is split over tensor ranks. ``keeps_half_logits``: the block of the 16-bit ones is
     held then, too. ``keeps_outputs``: a stage keeps its output for each micro-batch in flight, and one
     message more; else frees it when sent. ``keeps_gathered``: what sequence parallelism gathers before
-    matmuls is saved; else saved split and gathered again. ``operators``: of which matmuls selective
-    recomputation keeps the outputs, with attention's; ``none``: it keeps all but the scores.
+    matmuls is saved; else saved split and gathered again.
     ``fp8_input_bytes``: of an element of a matmul's saved input under fp8; ``fp8_weight_bytes``: of fp8
     copies of the weights. ``prefetch``: blocks gathered ahead under ZeRO 3. ``live_parameters``: that ZeRO 3
     leaves gathered, 0 for those blocks alone. ``context_bytes``: the device's context with the code of
     kernels.
 
-    ``shards_optimizer``: its state is divided over data ranks where a layout names no stage. ``family``: the
-    kind whose fitted constants it has.
+    ``family``: the kind whose fitted constants it has.
 
     Fitted: ``fragmentation``, what the allocator holds beyond tensors, as a share of them; ``fixed_bytes``,
     workspaces and what else is counted nowhere.
@@ -59,7 +57,6 @@ class MemoryTraits:
     masters: bool = True
     bf16_gradient_bytes: float = 4.0
     fp16_gradient_bytes: float = 4.0
-    shards_optimizer: bool = False
     keeps_gradients: bool = True
     step_bytes: float = 0.0
     flat_step: bool = False
@@ -70,7 +67,6 @@ class MemoryTraits:
     keeps_half_logits: bool = True
     keeps_outputs: bool = False
     keeps_gathered: bool = False
-    operators: Literal["none", "alternate", "all"] = "none"
     fp8_input_bytes: float = 2.0
     fp8_weight_bytes: float = 0.0
     prefetch: int = 1

@@ -11,14 +11,14 @@ is fused (FLOPs over ``attention``'s share of the matmul rate) or leaves its sco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from trine.optim.plan.columns import Column, Conditions, Sizes
+from trine.optim.plan.columns import OPERATORS, Column, Conditions, Sizes
 from trine.optim.plan.layouts import PRECISIONS, Layouts
 
-__all__ = ["LayerTimes", "Pass", "layer_times", "matmul_s"]
+__all__ = ["LayerTimes", "Pass", "layer_times", "matmul_s", "repeated_share"]
 
 #: Rows and columns of a tile, and the share of the full rate that tiles of that shape reach.
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.62))
@@ -58,6 +58,12 @@ class LayerTimes:
     mixture: Pass
     head: Pass
     embedding: Pass
+
+    def average(self, name: str, sizes: Sizes) -> Column:
+        """Of a field of :class:`Pass`, over the model's layers."""
+        mixed = sizes.mixture_layers / sizes.layers
+        dense, mixture = getattr(self.dense, name), getattr(self.mixture, name)
+        return np.asarray(dense * (1 - mixed) + np.where(mixed > 0, mixture, 0.0) * mixed)
 
 
 def matmul_s(rows: Column, columns: Column, depth: Column, count: Column, on: Rates) -> Column:
@@ -113,13 +119,11 @@ def layer_times(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Layer
     other = rates_of(conditions, layouts, linear=False)
     attention = _attention(sizes, conditions, layouts, tokens, linear, other)
     tensor = layouts["tensor"].astype(np.float64)
-    dense = _with(
-        attention, _feed_forward(sizes, conditions, tokens, sizes.ffn / tensor, np.ones(1), linear, layouts)
-    )
+    dense = _with(attention, _feed_forward(sizes, conditions, tokens, sizes.ffn / tensor, np.ones(1), linear))
     mixture = _with(attention, _experts(sizes, conditions, layouts, tokens, linear))
     return LayerTimes(
-        dense=_recomputed(dense, attention, layouts),
-        mixture=_recomputed(mixture, attention, layouts),
+        dense=_recomputed(dense, sizes, conditions, layouts),
+        mixture=_recomputed(mixture, sizes, conditions, layouts),
         head=_head(sizes, conditions, tokens, tensor, other),
         embedding=_embedding(sizes, tokens, other),
     )
@@ -127,22 +131,20 @@ def layer_times(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Layer
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Forward, backward by input and by weight, what selective recomputation repeats, and kernels."""
+    """Forward, backward by input and by weight, attention's scores, and kernels; of forward, what is element by element, and
+    the matmuls that a policy repeats that keeps every second one's output."""
 
     forward_s: Column
     input_s: Column
     weight_s: Column
     scores_s: Column
     kernels: Column
+    element_s: Column
+    alternate_s: Column
 
 
 def _with(first: _Block, second: _Block) -> _Block:
-    return _Block(
-        *(
-            getattr(first, name) + getattr(second, name)
-            for name in ("forward_s", "input_s", "weight_s", "scores_s", "kernels")
-        )
-    )
+    return _Block(*(getattr(first, each.name) + getattr(second, each.name) for each in fields(_Block)))
 
 
 def _linear(
@@ -164,7 +166,7 @@ def _split_tokens(sizes: Sizes, layouts: Layouts, tokens: Column) -> Column:
 def _attention(
     sizes: Sizes, conditions: Conditions, layouts: Layouts, tokens: Column, linear: Rates, other: Rates
 ) -> _Block:
-    """Projections, scores, and half of what a layer does element by element outside its matmuls."""
+    """Projections, scores, and a layer's norms and additions."""
     tensor = layouts["tensor"].astype(np.float64)
     heads = sizes.heads / tensor
     keys = np.maximum(sizes.kv_heads / tensor, 1)
@@ -177,15 +179,20 @@ def _attention(
     into = _linear(tokens, width, sizes.hidden, one, linear)
     out = _linear(tokens, sizes.hidden, back, one, linear)
     scores, scores_back = _scores(sizes, conditions, layouts, tokens, heads, other)
-    traffic = _norms(sizes, conditions) * _split_tokens(sizes, layouts, tokens) / 2
-    rotation = (4.0 + 4.0 * (1 - conditions.fused)) * width * tokens
+    traffic = _norms(sizes, conditions) * _split_tokens(sizes, layouts, tokens)
+    # Queries and keys turn by their positions; values do not.
+    turned = sizes.rotary * width * (heads + keys) / (heads + 2 * keys)
+    rotation = (4.0 + 4.0 * (1 - conditions.fused)) * turned * tokens
     element_s = (traffic + rotation) / other.memory_per_s
     return _Block(
         into[0] + out[0] + scores + element_s,
-        into[1] + out[1] + scores_back + 1.3 * element_s,
+        into[1] + out[1] + scores_back + 1.4 * element_s,
         into[2] + out[2],
         scores,
         _kernels(conditions) / 2 + np.zeros_like(tokens),
+        element_s,
+        # Keys and the output projection.
+        into[0] * keys / (heads + 2 * keys) + out[0],
     )
 
 
@@ -238,7 +245,6 @@ def _feed_forward(
     width: Column,
     count: Column,
     on: Rates,
-    layouts: Layouts,
 ) -> _Block:
     """Two or three matrices and what is between them; ``count`` of them side by side."""
     gates = sizes.matrices - 1
@@ -246,7 +252,6 @@ def _feed_forward(
     down = _linear(tokens, sizes.hidden, width, count, on)
     between = (2 * gates + 2) * (1 + (1 - conditions.fused))
     traffic = between * width * tokens * count
-    traffic = traffic + _norms(sizes, conditions) * _split_tokens(sizes, layouts, tokens) / 2
     element_s = traffic / on.memory_per_s
     return _Block(
         up[0] + down[0] + element_s,
@@ -254,6 +259,9 @@ def _feed_forward(
         up[2] + down[2],
         np.zeros_like(element_s),
         _kernels(conditions) / 2 + np.zeros_like(element_s),
+        element_s,
+        # One of two first matrices; the last one's output is needed by nothing.
+        up[0] * (1 - 1 / gates),
     )
 
 
@@ -261,30 +269,48 @@ def _experts(sizes: Sizes, conditions: Conditions, layouts: Layouts, tokens: Col
     """Experts of a rank, its router, and moving tokens into the experts' order and back."""
     ranks = np.minimum(layouts["expert"], sizes.experts)
     local = np.maximum(sizes.experts / ranks, 1)
-    # Experts lie whole on their ranks; tokens of the tensor group are shared out among them.
-    own = tokens / layouts["tensor"] * sizes.experts_per_token * sizes.load_imbalance
+    # Experts lie whole on their ranks, and tokens of the tensor group are shared out among them; or the group splits each
+    # expert and gathers its tokens.
+    sent = tokens / layouts["tensor"] * sizes.experts_per_token * sizes.load_imbalance
+    ways = np.where(conditions.expert_tensor > 0, layouts["tensor"], 1.0)
+    own = sent * ways
     each = np.maximum(own / local, 1)
-    experts = _feed_forward(sizes, conditions, each, sizes.expert_ffn, local, on, layouts)
-    shared_width = sizes.shared_experts * sizes.expert_ffn / layouts["tensor"]
-    shared = _feed_forward(sizes, conditions, tokens, np.maximum(shared_width, 1), np.ones(1), on, layouts)
+    experts = _feed_forward(sizes, conditions, each, sizes.expert_ffn / ways, local, on)
+    shared_width = sizes.shared_experts * sizes.shared_ffn / layouts["tensor"]
+    shared = _feed_forward(sizes, conditions, tokens, np.maximum(shared_width, 1), np.ones(1), on)
     has = (sizes.shared_experts > 0).astype(np.float64)
     # Permute and unpermute read and write each copy of a token; weighting reads and writes once more.
-    moving_s = own * sizes.hidden * 2.0 * (8 + 4 * (1 - conditions.fused)) / on.memory_per_s
+    moving_s = (sent + own) / 2 * sizes.hidden * 2.0 * (8 + 4 * (1 - conditions.fused)) / on.memory_per_s
     return _Block(
         experts.forward_s + has * shared.forward_s + moving_s,
         experts.input_s + has * shared.input_s + moving_s,
         experts.weight_s + has * shared.weight_s,
         experts.scores_s,
         experts.kernels + has * shared.kernels + _MIXTURE_KERNELS + _EXPERT_KERNELS * local,
+        experts.element_s + has * shared.element_s + moving_s,
+        # Grouped matmuls are one operator each, and all of them are kept.
+        has * shared.alternate_s,
     )
 
 
-def _recomputed(block: _Block, attention: _Block, layouts: Layouts) -> Pass:
-    """Full recomputation repeats a forward, selective the scores, a budget its share of layers (see step)."""
-    full = layouts.is_kind("recompute", "full")
+def repeated_share(sizes: Sizes, layouts: Layouts) -> Column:
+    """Of a stage's layers, whose whole forward backward repeats: all under ``full``, its own under ``budget``."""
+    share = layouts["recomputed_layers"] / np.maximum(sizes.layers / layouts["pipeline"], 1)
+    share = np.where(layouts.is_kind("recompute", "budget"), np.minimum(share, 1.0), 0.0)
+    return np.where(layouts.is_kind("recompute", "full"), 1.0, share)
+
+
+def _recomputed(block: _Block, sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Pass:
+    """Full recomputation repeats a forward; selective the scores or, where software chooses by operators, what it does not
+    keep; a budget its share of layers (see :func:`repeated_share`)."""
+    chosen = np.where(
+        conditions.operators == OPERATORS.index("alternate"),
+        block.element_s + block.alternate_s,
+        np.where(conditions.operators == OPERATORS.index("all"), block.element_s, block.scores_s),
+    )
     selective = layouts.is_kind("recompute", "selective")
-    again = np.where(full, block.forward_s, np.where(selective, attention.scores_s, 0.0))
-    return Pass(block.forward_s, block.input_s, block.weight_s, again, attention.scores_s, block.kernels)
+    again = np.where(selective, chosen, block.forward_s * repeated_share(sizes, layouts))
+    return Pass(block.forward_s, block.input_s, block.weight_s, again, block.scores_s, block.kernels)
 
 
 def _head(sizes: Sizes, conditions: Conditions, tokens: Column, tensor: Column, on: Rates) -> Pass:

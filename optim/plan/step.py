@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -251,18 +252,10 @@ class _Layer:
     def of(
         cls, sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes, traffic: Traffic
     ) -> _Layer:
-        mixed = sizes.mixture_layers / sizes.layers
-
-        def average(name: str) -> Column:
-            dense, mixture = getattr(times.dense, name), getattr(times.mixture, name)
-            return np.asarray(dense * (1 - mixed) + np.where(mixed > 0, mixture, 0.0) * mixed)
-
+        average = partial(times.average, sizes=sizes)
         forward, by_input = average("forward_s"), average("input_s")
         by_weight = average("weight_s") * (1 - sizes.frozen)
         again = average("recompute_s")
-        budget = layouts.is_kind("recompute", "budget")
-        share = layouts["recomputed_layers"] / np.maximum(sizes.layers / layouts["pipeline"], 1)
-        again = np.where(budget, forward * np.minimum(share, 1.0), again)
         launch_s = average("kernels") * conditions.launch_s * (1 - conditions.captured)
         repeats = np.where(forward > 0, again / forward, 0.0)
         ahead = forward + traffic.forward_s

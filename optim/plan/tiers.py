@@ -7,17 +7,20 @@ computes and return while backward does, so only what takes longer than computin
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.layouts import Layouts
-from trine.optim.plan.operators import LayerTimes
-from trine.optim.plan.waits import rank_parameters
+from trine.optim.plan.operators import LayerTimes, repeated_share
+from trine.optim.plan.ranks import busiest_elements, expert_replicas
 
 __all__ = ["activation_bytes", "offload_s", "optimizer_s"]
 
-#: Reads and writes of an element by Adam with 32-bit state: gradient, two moments and master read, three written, copy written.
-_OPTIMIZER_BYTES = 34.0
+#: Reads and writes of an element by Adam with 32-bit state: gradient, two moments and master read, three written, copy written:
+#: 4 + 12 + 12 + 2.
+_OPTIMIZER_BYTES = 30.0
 #: Bytes a second and device that an optimizer on the host gets from its memory, and its passes over an element.
 _HOST_OPTIMIZER_PER_S, _HOST_OPTIMIZER_BYTES = 12e9, 28.0
 #: Of an element: its gradient leaves and its new weight returns; 32-bit master and two moments come and go; a weight comes twice.
@@ -28,7 +31,7 @@ _SLOW_DOWN = 0.05
 
 def optimizer_s(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Column:
     """The update by what memory gives, of the device or of the host; each rank its share where state is sharded."""
-    own = _own_parameters(sizes, layouts)
+    own = _own_parameters(sizes, conditions, layouts)
     device_s = own * _OPTIMIZER_BYTES / (conditions.memory_per_s * conditions.memory)
     host_s = own * _HOST_OPTIMIZER_BYTES / _HOST_OPTIMIZER_PER_S
     on_host = layouts.is_kind("optimizer_offload", "cpu", "nvme")
@@ -38,7 +41,7 @@ def optimizer_s(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Colum
 
 def offload_s(sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes) -> Column:
     """Seconds of a step that are waited for on the way to and from what lies elsewhere."""
-    own = _own_parameters(sizes, layouts)
+    own = _own_parameters(sizes, conditions, layouts)
     exchanged = np.where(layouts.is_kind("optimizer_offload", "cpu", "nvme"), own * _EXCHANGED_BYTES, 0.0)
     # State that no host's processor updates in its own memory travels whole.
     travels = layouts.is_kind("optimizer_offload", "nvme", "remote")
@@ -49,11 +52,11 @@ def offload_s(sizes: Sizes, conditions: Conditions, layouts: Layouts, times: Lay
     return np.asarray(optimizer + parameters + _activations_s(sizes, conditions, layouts, times))
 
 
-def _own_parameters(sizes: Sizes, layouts: Layouts) -> Column:
+def _own_parameters(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Column:
     """Of a rank: its share where state is sharded, experts over the ranks that hold the same ones."""
-    shared, experts = rank_parameters(sizes, layouts)
+    shared, experts = busiest_elements(sizes, conditions, layouts)
     ranks = layouts.shard_ranks.astype(np.float64)
-    of_experts = np.maximum(ranks * layouts["tensor"] / layouts["expert"], 1.0)
+    of_experts = expert_replicas(ranks, conditions.expert_tensor, layouts)
     sharded = layouts["zero_stage"] > 0
     return np.asarray(shared / np.where(sharded, ranks, 1.0) + experts / np.where(sharded, of_experts, 1.0))
 
@@ -80,25 +83,19 @@ def activation_bytes(sizes: Sizes, layouts: Layouts) -> Column:
     tensor = layouts["tensor"].astype(np.float64)
     split = np.where(layouts["sequence"] > 0, tensor, 1.0)
     mixed = sizes.mixture_layers / sizes.layers
-    routed = sizes.experts_per_token * sizes.load_imbalance + sizes.shared_experts
-    width = (1 - mixed) * sizes.ffn + mixed * routed * sizes.expert_ffn
+    routed = sizes.experts_per_token * sizes.load_imbalance * sizes.expert_ffn
+    routed = routed + sizes.shared_experts * sizes.shared_ffn
+    width = (1 - mixed) * sizes.ffn + mixed * routed
     heads = sizes.head_size * (2 * sizes.heads + 2 * sizes.kv_heads)
     whole = 4 * sizes.hidden / split + (heads + sizes.matrices * width) / tensor
     inputs = sizes.hidden / split
-    again = np.where(layouts.is_kind("recompute", "full"), 1.0, 0.0)
-    share = layouts["recomputed_layers"] / np.maximum(sizes.layers / layouts["pipeline"], 1)
-    again = np.where(layouts.is_kind("recompute", "budget"), np.minimum(share, 1.0), again)
+    again = repeated_share(sizes, layouts)
     return np.asarray(2.0 * tokens * (again * inputs + (1 - again) * whole))
 
 
 def _activations_s(sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes) -> Column:
     moved_s = activation_bytes(sizes, layouts) / _rate(conditions, layouts, "activation_offload")
-    mixed = sizes.mixture_layers / sizes.layers
-
-    def average(name: str) -> Column:
-        dense, mixture = getattr(times.dense, name), getattr(times.mixture, name)
-        return np.asarray(dense * (1 - mixed) + np.where(mixed > 0, mixture, 0.0) * mixed)
-
+    average = partial(times.average, sizes=sizes)
     waited = np.zeros(len(layouts))
     for work_s in (average("forward_s"), average("input_s") + average("weight_s") + average("recompute_s")):
         waited = waited + np.maximum(moved_s - work_s, 0.0) + _SLOW_DOWN * np.minimum(moved_s, work_s)

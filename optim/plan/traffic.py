@@ -11,9 +11,10 @@ import numpy as np
 
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.layouts import Layouts
-from trine.optim.plan.operators import LayerTimes
+from trine.optim.plan.operators import LayerTimes, repeated_share
+from trine.optim.plan.ranks import first_elements
 from trine.optim.plan.tiers import offload_s, optimizer_s
-from trine.optim.plan.waits import Waits, rank_parameters
+from trine.optim.plan.waits import Waits
 
 __all__ = ["Traffic", "traffic_of"]
 
@@ -24,7 +25,7 @@ _ENCODING_BYTES = 16.0
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Seconds that are waited for. Of an average layer and micro-batch: ``forward_s`` and ``backward_s``, and by reason
-    ``tensor_s``, ``context_s``, ``expert_s``, ``gather_s``. ``message_s``: between neighbouring stages.
+    ``tensor_s``, ``context_s``, ``expert_s``, ``gather_s``. ``message_s``: between neighbouring stages, on average.
     ``steady_messages_s``: of a micro-batch once the pipeline is full. The rest is of a step."""
 
     forward_s: Column
@@ -51,11 +52,18 @@ def traffic_of(
 ) -> Traffic:
     """Of every layout."""
     tensor = _tensor(sizes, conditions, layouts, times, waits)
-    context = _context(conditions, layouts, times, waits)
-    expert = _expert(sizes, conditions, times, waits)
+    context = _context(sizes, conditions, layouts, times, waits)
+    expert = _expert(sizes, conditions, layouts, times, waits)
     gather = _gather(sizes, conditions, times, waits)
-    message_s = waits.message.reached_s(conditions)
-    first = waits.gather.reached_s(conditions) + waits.expert_gather.reached_s(conditions)
+    inside_s, between_s = (
+        each.reached_s(conditions) for each in (waits.message_inside, waits.message_between)
+    )
+    # Nothing hides the look-up table's gather and reduction, nor the first layer's gather: what of that is not in the layer's.
+    first = (
+        waits.gather.reached_s(conditions) + waits.expert_gather.reached_s(conditions)
+    ) * conditions.exposed
+    first = np.maximum(first - gather[0], 0.0)
+    first = first + waits.table_gather.reached_s(conditions) * conditions.exposed
     return Traffic(
         forward_s=tensor[0] + context[0] + expert[0] + gather[0],
         backward_s=tensor[1] + context[1] + expert[1] + gather[1],
@@ -63,8 +71,12 @@ def traffic_of(
         context_s=context[0] + context[1],
         expert_s=expert[0] + expert[1],
         gather_s=gather[0] + gather[1],
-        message_s=message_s,
-        steady_messages_s=2 * message_s * layouts["chunks"] * (1 - conditions.message_overlap),
+        # To fill the pipeline takes all of its messages; once it is full, the slowest pair of neighbours sets the pace.
+        message_s=inside_s * (1 - waits.crossing) + between_s * waits.crossing,
+        steady_messages_s=2
+        * np.where(waits.crossing > 0, between_s, inside_s)
+        * layouts["chunks"]
+        * (1 - conditions.message_overlap),
         exposed_gradients_s=_gradients(sizes, conditions, layouts, waits),
         first_gather_s=first * layouts["microbatches"],
         offload_s=offload_s(sizes, conditions, layouts, times),
@@ -80,47 +92,53 @@ def _tensor(
     together = np.where(layouts["tensor"] > 1, conditions.skew_s, 0.0)
     plain = reductions * (waits.tensor.reached_s(conditions) + together)
     slow = waits.tensor.overlap(conditions)
-    forward_work = np.where(conditions.tensor_overlap > 0, times.dense.forward_s, 0.0)
+    forward_work = np.where(conditions.tensor_overlap > 0, times.average("forward_s", sizes), 0.0)
     forward = _beside(plain, forward_work, slow)
-    hides = np.where(conditions.hidden_input_gradients > 0, times.dense.weight_s, 0.0)
-    hides = np.where(conditions.tensor_overlap > 0, times.dense.weight_s + times.dense.input_s, hides)
+    by_weight, by_input = times.average("weight_s", sizes), times.average("input_s", sizes)
+    hides = np.where(conditions.hidden_input_gradients > 0, by_weight, 0.0)
+    hides = np.where(conditions.tensor_overlap > 0, by_weight + by_input, hides)
     backward = _beside(plain, hides, slow)
-    # A repeated forward repeats its collectives; nothing hides them.
-    again = np.where(layouts.is_kind("recompute", "full"), forward, 0.0)
     # Experts split over the tensor group gather and scatter every copy of a token; nothing hides that.
     copies = conditions.expert_tensor * sizes.experts_per_token * sizes.mixture_layers / sizes.layers
     routed = copies * waits.tensor.reached_s(conditions)
-    return forward + routed, backward + again + routed
+    return _repeated(sizes, layouts, forward + routed, backward + routed)
+
+
+def _repeated(sizes: Sizes, layouts: Layouts, forward: Column, backward: Column) -> tuple[Column, Column]:
+    """A forward that backward repeats repeats its collectives, too."""
+    return forward, backward + repeated_share(sizes, layouts) * forward
 
 
 def _context(
-    conditions: Conditions, layouts: Layouts, times: LayerTimes, waits: Waits
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes, waits: Waits
 ) -> tuple[Column, Column]:
     """A block's keys and values travel while the block before is attended to; backward carries twice as much."""
     each, slow = waits.context.reached_s(conditions), waits.context.overlap(conditions)
     forward = _beside(each, times.dense.scores_s, slow)
     backward = _beside(2 * each, 2.5 * times.dense.scores_s, slow)
-    again = np.where(layouts.is_kind("recompute", "full"), forward, 0.0)
-    return forward, backward + again
+    return _repeated(sizes, layouts, forward, backward)
 
 
-def _expert(sizes: Sizes, conditions: Conditions, times: LayerTimes, waits: Waits) -> tuple[Column, Column]:
+def _expert(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes, waits: Waits
+) -> tuple[Column, Column]:
     """Two all-to-alls forward and two backward of a layer of experts, alone or behind another micro-batch's computing."""
     mixed = sizes.mixture_layers / sizes.layers
     both, slow = 2 * waits.expert.reached_s(conditions), waits.expert.overlap(conditions)
     hidden = conditions.expert_overlap > 0
     forward = np.where(hidden, _beside(both, times.mixture.forward_s, slow), both)
     behind = times.mixture.input_s + times.mixture.weight_s
-    return forward * mixed, np.where(hidden, _beside(both, behind, slow), both) * mixed
+    backward = np.where(hidden, _beside(both, behind, slow), both)
+    return _repeated(sizes, layouts, forward * mixed, backward * mixed)
 
 
 def _gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Waits) -> Column:
     """Exposed synchronisation of a step."""
     found = waits.gradients.reached_s(conditions) + waits.expert_gradients.reached_s(conditions)
-    shared, experts = rank_parameters(sizes, layouts)
+    shared, experts = first_elements(sizes, conditions, layouts)
     encoding = (shared + experts) * _ENCODING_BYTES / conditions.memory_per_s / conditions.memory
     encoding = np.where(layouts["compression"] > 0, encoding, 0.0)
-    exposed = np.maximum(conditions.exposed, waits.last_bucket)
+    exposed = np.maximum(np.minimum(conditions.exposed, 1.0), waits.last_bucket)
     found = exposed * found + encoding + waits.table.reached_s(conditions)
     return found * (1 - sizes.frozen)
 
@@ -132,8 +150,10 @@ def _gather(sizes: Sizes, conditions: Conditions, times: LayerTimes, waits: Wait
     reduced = waits.reduce.reached_s(conditions) + waits.expert_reduce.reached_s(conditions)
     reduced = (reduced + waits.replicas.reached_s(conditions)) * (1 - sizes.frozen) * conditions.exposed
     slow = waits.gather.overlap(conditions)
-    work_behind = times.dense.input_s + times.dense.weight_s + times.dense.recompute_s
+    work_behind = sum(
+        (times.average(name, sizes) for name in ("weight_s", "recompute_s")), times.average("input_s", sizes)
+    )
     return (
-        _beside(gathered, times.dense.forward_s, slow),
+        _beside(gathered, times.average("forward_s", sizes), slow),
         _beside(gathered + reduced, work_behind, slow),
     )

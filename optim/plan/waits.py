@@ -21,10 +21,16 @@ import numpy.typing as npt
 from trine.optim.plan.collectives import all_reduce_s, all_to_all_s, point_to_point_s, reduce_scatter_s
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.layouts import COMPRESSIONS, Layouts
+from trine.optim.plan.ranks import (
+    crossing_share,
+    expert_replicas,
+    expert_stride,
+    first_elements,
+)
 
 Flags = npt.NDArray[np.bool_]
 
-__all__ = ["Wait", "Waits", "rank_parameters", "waits_of"]
+__all__ = ["Wait", "Waits", "waits_of"]
 
 #: Bytes of an element on the wire, by compression; None: the stack's own.
 _WIRE_BYTES = {
@@ -58,19 +64,23 @@ class Wait:
 @dataclass(frozen=True, slots=True)
 class Waits:
     """Of every layout: one reduction of a layer's output over tensor ranks; a layer's keys and values once round its
-    ring; one all-to-all of a layer of experts; a message between stages; a layer's weights gathered, and their gradients
-    reduced (with replicas of a shard group); a rank's gradients synchronised, those of experts apart; a tied table's.
+    ring; one all-to-all of a layer of experts; a message between stages in a node and between nodes, and the share of
+    neighbours between which it leaves the node (``crossing``); a layer's weights gathered, and their gradients reduced (with replicas of a shard group); the look-up table's,
+    which nothing hides; a rank's gradients synchronised, those of experts apart; a tied table's.
     ``last_bucket``: the share of gradients that the last bucket is, where buckets are given: nothing hides it."""
 
     tensor: Wait
     context: Wait
     expert: Wait
-    message: Wait
+    message_inside: Wait
+    message_between: Wait
+    crossing: Column
     gather: Wait
     expert_gather: Wait
     reduce: Wait
     expert_reduce: Wait
     replicas: Wait
+    table_gather: Wait
     gradients: Wait
     expert_gradients: Wait
     table: Wait
@@ -148,20 +158,32 @@ def waits_of(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Waits:
         context=Wait(np.where(context > 1, (context - 1) * block.alone_s, 0.0), block.away),
         expert=_where(
             sizes.mixture_layers > 0,
-            wire.all_to_all(routed, layouts["expert"].astype(np.float64), conditions.node),
+            wire.all_to_all(
+                routed,
+                layouts["expert"].astype(np.float64),
+                conditions.node / expert_stride(conditions, layouts),
+            ),
         ),
-        # Pipeline ranks are outermost in Megatron's order: neighbours share a node only where the whole job does.
-        message=_where(
-            layouts["pipeline"] > 1, wire.message(output / tensor, layouts.devices <= conditions.node)
-        ),
+        **_of_messages(conditions, layouts, wire, output / tensor),
         **_of_layers(sizes, conditions, layouts, wire, element),
-        **_of_gradients(sizes, conditions, layouts, wire),
+        **_of_gradients(sizes, conditions, layouts, wire, element),
     )
+
+
+def _of_messages(conditions: Conditions, layouts: Layouts, wire: _Wire, size: Column) -> dict[str, Any]:
+    """Where there is a pipeline."""
+    piped = layouts["pipeline"] > 1
+    inside = np.ones(len(layouts), dtype=np.bool_)
+    return {
+        "message_inside": _where(piped, wire.message(size, inside)),
+        "message_between": _where(piped, wire.message(size, ~inside)),
+        "crossing": crossing_share(layouts, conditions.node),
+    }
 
 
 def _copies(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Column:
     """Of the copies of a token that leave its node, how many need to: one a node, for k experts drawn from n nodes."""
-    nodes = np.maximum(layouts["expert"] / conditions.node, 1.0)
+    nodes = np.maximum(layouts["expert"] * expert_stride(conditions, layouts) / conditions.node, 1.0)
     chosen = np.maximum(sizes.experts_per_token, 1.0)
     distinct = (nodes - 1) * (1 - (1 - 1 / nodes) ** chosen)
     share = np.where(nodes > 1, distinct / np.maximum(chosen * (nodes - 1) / nodes, 1e-9), 1.0)
@@ -184,9 +206,10 @@ def _wire_bytes(conditions: Conditions, layouts: Layouts) -> Column:
     return found
 
 
-def _expert_group(ranks: Column, layouts: Layouts) -> Column:
-    """Ranks that hold the same experts, of ranks with different data."""
-    return np.maximum(np.floor(ranks * layouts["tensor"] / layouts["expert"]), 1.0)
+def _near_experts(conditions: Conditions, layouts: Layouts) -> Column:
+    """How many ranks with the same experts a node has: they lie a whole expert group apart."""
+    apart = layouts["expert"] * expert_stride(conditions, layouts)
+    return np.asarray(np.maximum(conditions.node / apart, 1.0))
 
 
 def _of_layers(
@@ -197,30 +220,34 @@ def _of_layers(
     shared = (1 - mixed) * sizes.dense_layer_parameters + mixed * sizes.mixture_rest_parameters
     shared = shared / layouts["tensor"]
     experts = mixed * sizes.experts * sizes.expert_parameters
-    experts = experts / np.minimum(layouts["expert"].astype(np.float64), sizes.experts)
+    ways = np.minimum(layouts["expert"].astype(np.float64), sizes.experts)
+    experts = experts / (ways * expert_stride(conditions, layouts))
+    table = sizes.embedding_parameters / layouts["tensor"]
     ranks = layouts.shard_ranks.astype(np.float64)
-    near = _near(conditions, layouts)
+    near, near_experts = _near(conditions, layouts), _near_experts(conditions, layouts)
     wide = _wire_bytes(conditions, layouts)
-    own = _expert_group(ranks, layouts)
+    own = expert_replicas(ranks, conditions.expert_tensor, layouts)
     on = layouts["zero_stage"] == 3
     replicas = np.maximum(layouts["data"] * layouts["context"] / ranks, 1.0)
     return {
         "gather": _where(on, wire.one_way(shared * element, ranks, near)),
-        "expert_gather": _where(on & (experts > 0), wire.one_way(experts * element, own, near)),
+        "expert_gather": _where(on & (experts > 0), wire.one_way(experts * element, own, near_experts)),
         "reduce": _where(on, wire.one_way(shared * wide, ranks, near)),
-        "expert_reduce": _where(on & (experts > 0), wire.one_way(experts * wide, own, near)),
-        "replicas": _where(on, wire.all_reduce(shared * wide / ranks, replicas, np.ones(1))),
+        "expert_reduce": _where(on & (experts > 0), wire.one_way(experts * wide, own, near_experts)),
+        "replicas": _where(
+            on,
+            wire.all_reduce(
+                (shared / ranks + experts / own) * wide, replicas, _near_replicas(conditions, layouts)
+            ),
+        ),
+        "table_gather": _where(on, wire.one_way(table * (element + (1 - sizes.frozen) * wide), ranks, near)),
     }
 
 
-def rank_parameters(sizes: Sizes, layouts: Layouts) -> tuple[Column, Column]:
-    """Of the busiest stage's rank: weights that all data ranks share, and weights of experts."""
-    stage = sizes.layers / layouts["pipeline"]
-    mixture = sizes.mixture_layers / layouts["pipeline"]
-    shared = (stage - mixture) * sizes.dense_layer_parameters + mixture * sizes.mixture_rest_parameters
-    shared = (shared + sizes.embedding_parameters) / layouts["tensor"]
-    experts = mixture * sizes.experts * sizes.expert_parameters
-    return shared, experts / np.minimum(layouts["expert"].astype(np.float64), sizes.experts)
+def _near_replicas(conditions: Conditions, layouts: Layouts) -> Column:
+    """How many ranks with the same shard of ZeRO's state a node has: they lie a whole shard group apart."""
+    apart = layouts["tensor"] * layouts.shard_ranks
+    return np.asarray(np.maximum(conditions.node / apart, 1.0))
 
 
 def _times(wait: Wait, count: Column) -> Wait:
@@ -234,41 +261,56 @@ def _buckets(size: Column, layouts: Layouts) -> Column:
     return np.where(bucket > 0, np.maximum(np.ceil(size / np.maximum(bucket, 1)), 1.0), 1.0)
 
 
-def _of_gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: _Wire) -> dict[str, Any]:
+def _of_gradients(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: _Wire, element: Column
+) -> dict[str, Any]:
     """Of a step, without ZeRO 3: an all-reduce, or a reduce-scatter and the gather of new parameters."""
-    shared, experts = rank_parameters(sizes, layouts)
+    shared, experts = first_elements(sizes, conditions, layouts)
     ranks = (layouts["data"] * layouts["context"]).astype(np.float64)
-    near = _near(conditions, layouts)
+    sharing = layouts.shard_ranks.astype(np.float64)
     size = _wire_bytes(conditions, layouts)
-    off = layouts["zero_stage"] < 3
+    stage = layouts["zero_stage"]
+    off = stage < 3
     # Gradients that are sharded while they accumulate are reduced with each micro-batch (Rajbhandari 2020, section 7.1).
-    rounds = np.where(layouts["zero_stage"] == 2, layouts["microbatches"], 1)
+    rounds = np.where(stage == 2, layouts["microbatches"], 1)
+    replicas, near_replicas = np.maximum(ranks / sharing, 1.0), _near_replicas(conditions, layouts)
 
-    def synchronised(weights: Column, group: Column) -> Wait:
+    def synchronised(weights: Column, group: Column, shard: Column, near: Column) -> Wait:
         count = _buckets(weights * size, layouts)
-        return _where(off & (weights > 0), _times(one_bucket(weights / count, group), count))
+        return _where(off & (weights > 0), _times(one_bucket(weights / count, group, shard, near), count))
 
-    def one_bucket(weights: Column, group: Column) -> Wait:
-        reduced = _times(wire.one_way(weights * size, group, near), rounds)
-        spread_out = wire.one_way(weights * 2.0, group, near)
-        halves = Wait(reduced.alone_s + spread_out.alone_s, reduced.away)
+    def one_bucket(weights: Column, group: Column, shard: Column, near: Column) -> Wait:
+        reduced = wire.one_way(weights * size, shard, near)
+        # Groups that share state are replicas of each other, whose shards are summed.
+        summed = wire.all_reduce(weights * size / shard, replicas, near_replicas)
+        spread_out = wire.one_way(weights * element, shard, near)
+        halves = Wait(
+            (reduced.alone_s + np.where(replicas > 1, summed.alone_s, 0.0)) * rounds + spread_out.alone_s,
+            reduced.away | ((replicas > 1) & summed.away),
+        )
         whole = _where(
             layouts["two_level"] > 0,
             wire.two_level(weights * size, group, near),
             wire.all_reduce(weights * size, group, near),
         )
-        return _where(layouts["zero_stage"] > 0, halves, whole)
+        return _where(stage > 0, halves, whole)
 
     # Stages at both ends reduce a tied table between them.
     table = sizes.embedding_parameters / layouts["tensor"] * size
     pair = 2.0 * np.ones(len(layouts))
     return {
-        "gradients": synchronised(shared, ranks),
-        "expert_gradients": synchronised(experts, _expert_group(ranks, layouts)),
+        "gradients": synchronised(shared, ranks, sharing, _near(conditions, layouts)),
+        "expert_gradients": synchronised(
+            experts,
+            expert_replicas(ranks, conditions.expert_tensor, layouts),
+            expert_replicas(sharing, conditions.expert_tensor, layouts),
+            _near_experts(conditions, layouts),
+        ),
         "last_bucket": np.where(
             layouts["bucket_bytes"] > 0, 1 / _buckets((shared + experts) * size, layouts), 0.0
         ),
         "table": _where(
-            (layouts["pipeline"] > 1) & (sizes.tied > 0), wire.all_reduce(table, pair, np.ones(1))
+            (layouts["pipeline"] > 1) & (sizes.tied > 0),
+            wire.all_reduce(table, pair, np.where(layouts.devices <= conditions.node, 2.0, 1.0)),
         ),
     }

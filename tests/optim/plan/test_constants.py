@@ -16,6 +16,7 @@ from trine.optim.plan.constants import (
     stack_named,
     stacks,
 )
+from trine.optim.plan.network import LINK_CONSTANTS
 from trine.record.errors import UsageError
 
 PLAN = Path(constants.__file__).parent
@@ -38,6 +39,10 @@ PLAN = Path(constants.__file__).parent
         ("Megatron-Bridge 26.08", "megatron-bridge-26"),
         ("MegaScale", "megascale"),
         ("torchtitan 2024-12", "torchtitan"),
+        ("fms-fsdp", "fsdp"),
+        ("PyTorch fully_shard", "fsdp"),
+        ("Accelerate, FSDP", "fsdp"),
+        ("DeepSpeed ZeRO-2 by Accelerate", "deepspeed"),
         ("pytorch", "pytorch"),
         ("trine", "trine"),
     ],
@@ -70,6 +75,15 @@ def test_a_family_that_was_never_fitted_says_so() -> None:
     assert "no run of the family volcano" in device_constants("volcano").provenance
     assert "no run over string" in network_constants("string").provenance
     assert 0.3 < device_constants("ampere").matmul < 1.2
+
+
+def test_no_network_is_above_its_line_rate_and_no_overlap_above_what_was_measured() -> None:
+    for kind, link in LINK_CONSTANTS.items():
+        found = network_constants(kind.partition("/")[0])
+        assert (
+            found.bandwidth * link.bandwidth_efficiency < 1.0 + 1e-3 or "published" not in found.provenance
+        ), kind
+        assert 0 < found.overlap <= 0.4
 
 
 def test_intervals_hold_the_prediction() -> None:

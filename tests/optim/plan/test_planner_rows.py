@@ -151,9 +151,75 @@ def test_what_cannot_be_predicted_is_skipped_with_its_reason(
     assert said in found and "\n" not in found
 
 
-def test_unknown_software_is_plain_pytorch_and_said(rows: ModuleType) -> None:
-    run = one(rows, framework="Our own trainer")
-    assert run.stack.name == "pytorch" and "Our own trainer as plain PyTorch" in run.assumed
+@pytest.mark.parametrize(
+    ("changes", "stack"),
+    [
+        ({}, "megatron-core"),
+        ({"tp": "1", "pp": "1", "zero_stage": "3"}, "fsdp"),
+        ({"tp": "1", "pp": "1", "zero_stage": "1"}, "pytorch"),
+    ],
+)
+def test_unknown_software_is_what_trains_in_such_layouts_and_said(
+    rows: ModuleType, changes: dict[str, str], stack: str
+) -> None:
+    run = one(rows, framework="Our own trainer", **changes)
+    assert run.stack.name == stack and f"Our own trainer as {stack}" in run.assumed
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({"tp": "1", "pp": "1", "zero_stage": "HSDP"}, {"zero_stage": 3, "shard": 8}),
+        ({"tp": "1", "pp": "1", "zero_stage": "3", "notes": "FSDP=16, rest DP"}, {"shard": 16}),
+        ({"tp": "1", "pp": "1", "zero_stage": "3", "notes": "FSDP=16 (32 at 64 GPUs)"}, {"shard": 32}),
+        ({"tp": "1", "pp": "1", "zero_stage": "fsdp"}, {"zero_stage": 3, "shard": 0}),
+        ({"pp_schedule": "DualPipeV"}, {"schedule": "dualpipe-v", "chunks": 2}),
+        ({"pp_schedule": "InterleavedZeroBubble"}, {"schedule": "interleaved-zb", "chunks": 2}),
+        ({"pp_schedule": "LoopedBFS", "vpp": "4"}, {"schedule": "looped-bfs", "chunks": 4}),
+        ({"pp_schedule": "breadth-first"}, {"schedule": "looped-bfs", "chunks": 2}),
+    ],
+)
+def test_shards_and_schedules_as_people_write_them(
+    rows: ModuleType, changes: dict[str, str], layout: dict[str, Any]
+) -> None:
+    found = one(rows, **changes).layout
+    assert {name: found[name] for name in layout} == layout
+
+
+@pytest.mark.parametrize(
+    ("notes", "kind"),
+    [("max_memory_allocated", "allocated"), ("by nvidia-smi", "used"), ("", "reserved")],
+)
+def test_memory_is_what_notes_say(rows: ModuleType, notes: str, kind: str) -> None:
+    assert one(rows, notes=notes, mem_gib="40").memory_is == kind
+
+
+def test_a_known_model_needs_no_dimensions(rows: ModuleType) -> None:
+    bare = dict.fromkeys(("hidden", "heads", "ffn", "layers", "vocab"), "")
+    run = one(rows, model="Qwen3_30B_a3B (tokendrop)", **bare)
+    assert run.workload.experts == 128 and run.workload.hidden == 2048 and run.workload.sequence == 2048
+    assert (
+        run.workload.load_imbalance == 1.0 and "Qwen3_30B_a3B (tokendrop) as it is published" in run.assumed
+    )
+
+
+def test_latent_attention_is_the_published_models(rows: ModuleType) -> None:
+    run = one(rows, model="DeepSeek-V3", hidden="7168", heads="128", layers="61", experts="256", topk="8")
+    assert run.workload.latent is not None
+    assert one(rows, model="DeepSeek-V3", hidden="1024").workload.latent is None
+
+
+def test_an_erratum_is_of_a_table_and_can_be_left_out(rows: ModuleType) -> None:
+    stated = {
+        **ROW,
+        "table": "vtrain_ground_truth_single",
+        "recompute": "full",
+        "framework": "Megatron-DeepSpeed",
+    }
+    (run,), _ = rows.read_rows([stated])
+    assert run.layout["recompute"] == "none" and any("faster than the stated" in note for note in run.assumed)
+    assert rows.read_rows([stated], as_stated=True)[0][0].layout["recompute"] == "full"
+    assert rows.read_rows([{**stated, "table": "made"}])[0][0].layout["recompute"] == "full"
 
 
 def test_out_of_memory_is_a_truth_without_time(rows: ModuleType) -> None:

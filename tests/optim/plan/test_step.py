@@ -143,8 +143,9 @@ def test_gathers_are_hidden_until_they_are_longer_than_computing() -> None:
 
 def test_compression_sends_less_and_costs_memory() -> None:
     layouts = Layouts.of(data=64, compression=["none", "int8"])
-    plain, small = step(layouts, stack="megatron-lm-2023").parts["exposed_gradients"]
-    assert 0.15 * plain < small < 0.5 * plain
+    plain, small = step(layouts, stack="llm-foundry").parts["exposed_gradients"]
+    # A quarter of the bytes, and encoding them.
+    assert 0.25 * plain < small < 0.6 * plain
 
 
 def test_experts_meet_all_to_alls_and_launches() -> None:
