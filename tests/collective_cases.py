@@ -158,6 +158,7 @@ def beside_a_destroyed_group(rank: int, library: str, held: bool, late: bool) ->
     """
     group("pair")
     destroyed: Any = dist.new_group()
+    dist.barrier()  # or one rank ends it while the other still connects
     dist.destroy_process_group(destroyed)
     destroyed = destroyed if held else None
     fresh = dist.new_group()
@@ -178,6 +179,7 @@ def beside_a_destroyed_group(rank: int, library: str, held: bool, late: bool) ->
             observed.source._flight.available = True
         for size in (100, 200, 300):
             exchange(size)
+    dist.barrier()
     dist.destroy_process_group(fresh)
     return {"rows": observed.rows, "notes": observed.notes, "group": name}
 

@@ -135,7 +135,7 @@ def test_threads_of_a_destroyed_group_hide_no_other_group(pool: RankPool, librar
 def test_a_group_that_is_told_late_is_numbered_on(pool: RankPool, library: Path) -> None:
     for result in pool.run("collective_cases:beside_a_destroyed_group", str(library), True, True):
         early, later = result["rows"][:3], result["rows"][3:]
-        assert {row["group"] for row in early} == {None}
+        assert {row["group"] for row in early if row["operation"] != "all_reduce"} == {None}
         assert [row["sequence"] for row in later if row["group"] == result["group"]] == [3, 4, 5, 6, 7, 8]
         assert [note[0] for note in result["notes"]] == ["collectives-group"]
 
