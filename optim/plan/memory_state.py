@@ -17,7 +17,7 @@ import numpy as np
 
 from trine.optim.plan.columns import Column, Sizes
 from trine.optim.plan.constants import Stack
-from trine.optim.plan.layouts import Layouts
+from trine.optim.plan.layouts import Integers, Layouts
 from trine.optim.plan.memory_activations import element_bytes
 from trine.optim.plan.memory_traits import MemoryTraits
 from trine.optim.plan.ranks import Places, expert_replicas, place_elements
@@ -111,7 +111,7 @@ def _gathers(
     traits: MemoryTraits,
     layouts: Layouts,
     places: Places,
-    stage: Column,
+    stage: Column | Integers,
     elements: Column,
     trained: float,
 ) -> tuple[Column, Column]:

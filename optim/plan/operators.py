@@ -15,7 +15,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from trine.optim.plan.columns import OPERATORS, Column, Conditions, Sizes
+from trine.optim.plan.columns import Column, Conditions, Sizes
+from trine.optim.plan.constants import OPERATORS
 from trine.optim.plan.layouts import PRECISIONS, Layouts
 
 __all__ = ["LayerTimes", "Pass", "layer_times", "matmul_s", "repeated_share"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,7 +18,7 @@ def is_plain(tensor: object) -> bool:
     return type(tensor) in PLAIN
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Any) -> torch.Tensor:
     """This rank's part of a tensor that is sharded; any other tensor itself."""
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
