@@ -4,7 +4,9 @@ Each gloo group runs its collectives on threads of its own, made with the group 
 the group. Threads are given to groups in the order in which both were made, only while the counts agree: a group that
 was destroyed keeps its threads for as long as anything refers to it (an engine that waits for the garbage collector).
 Where the counts disagree, the flight recorder tells for which group each collective that a thread ran was issued. It
-checks the result as well (:mod:`trine.profiler.observer`): where it is not certain the answer is ``None``.
+checks the result as well (:mod:`trine.profiler.observer`): where it is not certain the answer is ``None``. A thread
+bears its name once it has run, so counts can agree by accident on a busy machine: threads that were given to a group
+and never ran a collective yield to those that the flight recorder tells.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class GlooThreads:
         #: The groups for which each kind of collective was issued.
         self._issued: dict[Collective, set[str]] = {}
         self._asked: Counter[int] = Counter()
+        #: Threads that ran a collective while they were a group's.
+        self._proven: set[int] = set()
 
     @property
     def can_learn(self) -> bool:
@@ -96,14 +100,19 @@ class GlooThreads:
             left = set.intersection(*names) if names else set()
             if len(left) == 1:
                 told.setdefault(left.pop(), []).append(team)
-        free = {group.id for group in process_groups()} - set(self._names.values())
+        taken = {name for thread, name in self._names.items() if thread in self._proven}
+        free = {group.id for group in process_groups()} - taken
         for name, teams in told.items():
             if name in free and len(teams) == 1:
-                self._names.update(dict.fromkeys(teams[0], name))
+                counted = {thread: other for thread, other in self._names.items() if other != name}
+                self._names = counted | dict.fromkeys(teams[0], name)
 
     def group(self, thread: int) -> str | None:
-        """The group of a thread; ``None`` where it cannot be said."""
-        return self._names.get(thread)
+        """The group of a thread that ran a collective; ``None`` where it cannot be said."""
+        name = self._names.get(thread)
+        if name is not None:
+            self._proven.add(thread)
+        return name
 
 
 def _teams(threads: Sequence[int], counts: set[int]) -> list[tuple[int, ...]]:

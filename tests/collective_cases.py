@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
 
+from trine.profiler import gloo_threads
 from trine.profiler import observer as observer_module
 from trine.profiler.collectives import PythonSource
 from trine.profiler.observer import ObserverSource
@@ -33,7 +36,12 @@ def group(name: str) -> Any:
 class Observed:
     """Runs a source around a block. ``rows`` are what it saw, by start (or issue); ``notes`` what it said."""
 
-    def __init__(self, library: str | None, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        library: str | None,
+        capacity: int | None = None,
+        starting: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it holds no state
+    ) -> None:
         self.notes: list[tuple[str, str, str]] = []
         if library is None:
             self.source: Any = PythonSource(self._note)
@@ -41,6 +49,7 @@ class Observed:
             self.source = ObserverSource(Path(library), self._note)
         self.rows: Rows = []
         self._capacity = capacity
+        self._starting = starting
 
     def _note(self, *note: str) -> None:
         self.notes.append(note)  # type: ignore[arg-type]
@@ -48,7 +57,8 @@ class Observed:
     def __enter__(self) -> Self:
         if self._capacity is not None:
             observer_module.CAPACITY, self._before = self._capacity, observer_module.CAPACITY
-        self.source.start()
+        with self._starting:
+            self.source.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -151,10 +161,24 @@ def fully_sharded(rank: int, library: str | None) -> dict[str, Any]:
     return {"rows": observed.rows, "notes": observed.notes, "group": mesh.get_group().group_name}
 
 
-def beside_a_destroyed_group(rank: int, library: str, held: bool, late: bool) -> dict[str, Any]:
+@contextmanager
+def _without_the_newest_threads() -> Iterator[None]:
+    """As if the two newest worker threads had not run yet."""
+    listed = gloo_threads._worker_threads
+    gloo_threads._worker_threads = lambda: listed()[:-2]
+    try:
+        yield
+    finally:
+        gloo_threads._worker_threads = listed
+
+
+def beside_a_destroyed_group(
+    rank: int, library: str, held: bool, late: bool, unnamed: bool
+) -> dict[str, Any]:
     """Groups of two sizes, after one that was destroyed; while it is ``held``, its threads live on.
 
-    ``late``: the flight recorder cannot be read when the first rows are drained.
+    ``late``: the flight recorder cannot be read when the first rows are drained. ``unnamed``: when the source starts, the
+    two newest threads have not run yet, so they do not bear their name.
     """
     group("pair")
     destroyed: Any = dist.new_group()
@@ -170,7 +194,7 @@ def beside_a_destroyed_group(rank: int, library: str, held: bool, late: bool) ->
         dist.all_gather([torch.empty(size), torch.empty(size)], vector, group=fresh)
         dist.all_reduce(vector)
 
-    with Observed(library) as observed:
+    with Observed(library, starting=_without_the_newest_threads() if unnamed else nullcontext()) as observed:
         if late:
             observed.source._flight.available = False
             exchange(50)

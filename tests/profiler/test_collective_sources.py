@@ -117,7 +117,7 @@ def test_fully_sharded_gathers_are_all_seen(pool: RankPool, library: Path) -> No
 @pytest.mark.parametrize("held", [False, True])
 def test_threads_of_a_destroyed_group_hide_no_other_group(pool: RankPool, library: Path, held: bool) -> None:
     world = pool.run("collective_cases:names")[0]["world"]
-    for result in pool.run("collective_cases:beside_a_destroyed_group", str(library), held, False):
+    for result in pool.run("collective_cases:beside_a_destroyed_group", str(library), held, False, False):
         fresh = result["group"]
         assert [(row["operation"], row["group"], row["bytes"]) for row in result["rows"]] == [
             row
@@ -132,8 +132,9 @@ def test_threads_of_a_destroyed_group_hide_no_other_group(pool: RankPool, librar
         assert result["notes"] == []
 
 
-def test_a_group_that_is_told_late_is_numbered_on(pool: RankPool, library: Path) -> None:
-    for result in pool.run("collective_cases:beside_a_destroyed_group", str(library), True, True):
+@pytest.mark.parametrize("unnamed", [False, True])
+def test_a_group_that_is_told_late_is_numbered_on(pool: RankPool, library: Path, unnamed: bool) -> None:
+    for result in pool.run("collective_cases:beside_a_destroyed_group", str(library), True, True, unnamed):
         early, later = result["rows"][:3], result["rows"][3:]
         assert {row["group"] for row in early if row["operation"] != "all_reduce"} == {None}
         assert [row["sequence"] for row in later if row["group"] == result["group"]] == [3, 4, 5, 6, 7, 8]
