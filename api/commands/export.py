@@ -66,13 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_overwriting(arguments.output, (str(arguments.config),))
         write_output(written.text, arguments.output)
     else:
-        _write_folder(arguments.output, written.files)
+        _write_folder(arguments.output, written.files, arguments.config)
     for line in written.cannot:
         print(f"not said: {line}", file=sys.stderr)
     return 0
 
 
-def _write_folder(folder: Path, files: Mapping[str, str]) -> None:
+def _write_folder(folder: Path, files: Mapping[str, str], source: Path) -> None:
+    for name in files:  # all of them before the first is written
+        refuse_overwriting(folder / name, (source,))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -176,3 +176,14 @@ def test_an_export_never_replaces_what_it_is_made_of(
     assert main(["export", str(path), "--to", "pytorch", "-o", str(path)]) == 2
     assert "is what is read" in capsys.readouterr().err
     assert path.read_text() == "[zero]\nstage = 2\n"
+
+
+def test_a_folder_of_files_replaces_none_that_it_is_made_of(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = plan.rename(tmp_path / "ds_config.json")
+    before = source.read_text()
+    assert main(["export", str(source), "--to", "megatron-deepspeed", "-o", str(tmp_path)]) == 2
+    assert f"{source} is what is read" in capsys.readouterr().err
+    assert source.read_text() == before and [path.name for path in tmp_path.iterdir()] == [source.name]
+    assert main(["export", str(source), "--to", "megatron-deepspeed", "-o", str(tmp_path / "run")]) == 0
