@@ -11,8 +11,8 @@ from typing import Any
 __all__ = ["erratum_of"]
 
 #: Table → columns of the layout as they are read instead, for runs that state full recomputation through memory. The 840 runs of
-#: one node state it throughout; with it, 28 of them would come within 15 % of a step of nothing but their matmuls at the best rate
-#: ever seen and their element-wise traffic at the memory's full bandwidth. One run of all other tables comes that near.
+#: one node state it throughout; with it, more of them than of all other tables together would come near to a step of nothing but
+#: matmuls at the best rate ever seen and element-wise traffic at the memory's full bandwidth (``planner_peaks.py`` counts them).
 _TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "vtrain_ground_truth_single": (
         {"recompute": "none"},

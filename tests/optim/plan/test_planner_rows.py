@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -222,6 +223,16 @@ def test_an_erratum_is_of_a_table_and_can_be_left_out(rows: ModuleType) -> None:
     assert rows.read_rows([{**stated, "table": "made"}])[0][0].layout["recompute"] == "full"
 
 
+def test_runs_near_all_their_peaks_are_counted_by_table(rows: ModuleType) -> None:
+    peaks = importlib.import_module("planner_peaks")
+    times = ("0.5", "50", "60")
+    runs = [one(rows, recompute="full", framework="Megatron-DeepSpeed", step_time_s=time) for time in times]
+    assert peaks.near_all_peaks(runs) == {"made": 1}
+    assert (
+        peaks.near_all_peaks([replace(run, layout={**run.layout, "recompute": "none"}) for run in runs]) == {}
+    )
+
+
 def test_out_of_memory_is_a_truth_without_time(rows: ModuleType) -> None:
     run = one(rows, step_time_s="", oom="1.0")
     assert run.oom and run.seconds is None
@@ -301,3 +312,7 @@ def test_the_page_says_what_the_score_says(planner: ModuleType, rows: ModuleType
     }
     for name, value in said.items():
         assert found[name] == pytest.approx(value, abs=0.006), name
+    (near,) = re.findall(r"with it (\d+) of them would come within 15 %", text)
+    stated = rows.read_runs(tables / "training_runs.csv", as_stated=True)[0]
+    counted = importlib.import_module("planner_peaks").near_all_peaks(stated)
+    assert counted["vtrain_ground_truth_single"] == int(near) and sum(counted.values()) == int(near) + 1
