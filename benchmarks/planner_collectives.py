@@ -2,8 +2,9 @@
 
     python benchmarks/planner_collectives.py [--format json]
 
-For each set of logs of one machine, two scalars (bandwidth efficiency, latency factor) are fitted on all rank counts but one
-and the left-out count is predicted; then the constants the package ships are scored on every log. Sizes from 64 KB to 4 GB.
+For each set of logs of one machine, its scalars are fitted on all rank counts but one and the left-out count is predicted:
+bandwidth efficiency and a factor on latencies (of hops between nodes, of starting inside one) and, inside a node, what the ends
+of a ring cost. Then the constants the package ships are scored on every log. Sizes from 64 KB to 4 GB.
 Columns: geometric mean and 90th percentile of the ratio between predicted and measured, whichever is larger over the other.
 Logs are read from ``$TRINE_TEST_DATA/tables/nccl_collectives.csv``, else from ``../shared/data``.
 """
@@ -15,7 +16,8 @@ import csv
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 BANDS = (("64 KB-1 MB", 2**16, 2**20), ("1 MB-32 MB", 2**20, 2**25), ("32 MB-4 GB", 2**25, 2**32 + 1))
 #: The fit looks at a coarse grid, then around its best at a finer one.
 EFFICIENCIES, FACTORS = np.arange(0.40, 0.99, 0.03), np.geomspace(0.5, 6.0, 14)
+TURNS = np.linspace(0, 1, 6)
 AROUND = np.linspace(-1, 1, 9)
 
 
@@ -108,22 +111,32 @@ def ratios(machine: Machine, logs: Logs, constants: LinkConstants | None = None)
     return np.asarray(np.abs(np.log(predicted(machine, logs, constants) / logs.seconds)))
 
 
-def fit(machine: Machine, logs: Logs) -> LinkConstants:
-    """The two scalars with the least mean |ln ratio|, on a grid and then on a finer one around its best."""
-    shipped = machine.network.between_constants if machine.several_nodes else machine.network.inside_constants
+def _latency(machine: Machine) -> str:
+    """Which latency differs from the tuner's."""
+    return "latency_factor" if machine.several_nodes else "start_factor"
 
-    def best(efficiencies: Floats, factors: Floats) -> LinkConstants:
+
+def fit(machine: Machine, logs: Logs) -> LinkConstants:
+    """The scalars with the least mean |ln ratio|, on a grid and then on a finer one around its best.
+
+    What the ends of a ring cost shows beside other rank counts alone, and inside a node alone, where rings are short.
+    """
+    shipped = machine.network.between_constants if machine.several_nodes else machine.network.inside_constants
+    latency = _latency(machine)
+    turns = TURNS if not machine.several_nodes and len(np.unique(logs.ranks)) > 1 else TURNS[:1]
+
+    def best(efficiencies: Floats, factors: Floats, turns: Floats) -> LinkConstants:
         candidates = (
-            LinkConstants(float(efficiency), float(factor), switch_fill_bytes=shipped.switch_fill_bytes)
-            for efficiency in efficiencies
-            for factor in factors
+            replace(shipped, bandwidth_efficiency=efficiency, turn_share=turn, **{latency: factor})
+            for efficiency, factor, turn in product(efficiencies.tolist(), factors.tolist(), turns.tolist())
         )
         return min(candidates, key=lambda constants: float(ratios(machine, logs, constants).mean()))
 
-    coarse = best(EFFICIENCIES, FACTORS)
+    coarse = best(EFFICIENCIES, FACTORS, turns)
     return best(
         np.clip(coarse.bandwidth_efficiency + 0.03 * AROUND, 0.01, 1.0),
-        coarse.latency_factor * (FACTORS[1] / FACTORS[0]) ** AROUND,
+        getattr(coarse, latency) * (FACTORS[1] / FACTORS[0]) ** AROUND,
+        np.unique(np.clip(coarse.turn_share + 0.2 * AROUND[::2], 0.0, 1.0)) if len(turns) > 1 else turns,
     )
 
 
@@ -131,7 +144,8 @@ def _scored(machine: Machine, logs: Logs, label: str, constants: LinkConstants |
     errors = ratios(machine, logs, constants)
     row: dict[str, object] = {"machine": machine.name, "left_out": label, "rows": len(errors)}
     if constants is not None:
-        row |= {"efficiency": constants.bandwidth_efficiency, "latency_factor": constants.latency_factor}
+        row |= {"efficiency": constants.bandwidth_efficiency, "turn_share": constants.turn_share}
+        row |= {"factor": getattr(constants, _latency(machine))}
     row |= {
         "geometric_mean": float(np.exp(errors.mean())),
         "p90": float(np.exp(np.quantile(errors, 0.9))),
@@ -165,11 +179,14 @@ def rows_of(path: Path) -> list[dict[str, object]]:
 def _printed(rows: list[dict[str, object]]) -> None:
     bands = "".join(f"{name:>13}" for name, _, _ in BANDS)
     print(
-        f"{'logs':<21}{'left out':<19}{'rows':>5}{'efficiency':>12}{'latency ×':>11}{'mean':>7}{'p90':>7}{bands}"
+        f"{'logs':<21}{'left out':<19}{'rows':>5}{'efficiency':>12}{'latency ×':>11}{'turn':>6}{'mean':>7}{'p90':>7}"
+        f"{bands}"
     )
     for row in rows:
         fitted = (
-            f"{row['efficiency']:>12.2f}{row['latency_factor']:>11.2f}" if "efficiency" in row else " " * 23
+            f"{row['efficiency']:>12.2f}{row['factor']:>11.2f}{row['turn_share']:>6.2f}"
+            if "efficiency" in row
+            else " " * 29
         )
         cells = "".join(f"{row[name]:>13.2f}" if row[name] is not None else " " * 13 for name, _, _ in BANDS)
         print(

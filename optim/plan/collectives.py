@@ -9,8 +9,9 @@ one that all groups of its kind make at once, as in training: each rank then has
 ``network.between.bandwidth``, whatever its group's size. Where fewer send, or other groups do, see
 :mod:`~trine.optim.plan.contention`.
 
-Times are NCCL's tuner form (:mod:`~trine.optim.plan.nccl`) with two fitted scalars a link: which share of the line rate its bus
-reaches, and by what its latencies exceed NCCL's. Other libraries are a ring of Hockney's steps, α + S/β
+Times are NCCL's tuner form (:mod:`~trine.optim.plan.nccl`) with few fitted scalars a link: which share of the line rate its bus
+reaches, and by what latencies exceed NCCL's: those of hops between nodes, and that of starting inside one, where hops take what
+the tuner says. Other libraries are a ring of Hockney's steps, α + S/β
 (``LinkConstants.hop_s``). Sizes: all-reduce and broadcast, the whole vector on a rank; reduce-scatter and all-gather, the whole
 vector too (what goes in, or what comes out); all-to-all, what a rank sends to all including itself.
 """
@@ -123,6 +124,11 @@ def _constants_of(network: Network, group: _Group, name: str) -> Floats:
     )
 
 
+def _factors(network: Network, group: _Group) -> tuple[Floats, Floats]:
+    """What multiplies the tuner's latency of starting, and of hops."""
+    return _constants_of(network, group, "start_factor"), _constants_of(network, group, "latency_factor")
+
+
 def _hop_s(network: Network, group: _Group) -> Floats:
     """α of a step of another library's ring; NaN where NCCL is meant."""
     return _constants_of(network, group, "hop_s")
@@ -136,12 +142,13 @@ def _finished(group: _Group, seconds: Floats) -> Floats:
 def _ring_s(network: Network, group: _Group, rounds: int) -> Floats:
     """``rounds`` times around: 2 an all-reduce, 1 a reduce-scatter or an all-gather. The best protocol's."""
     steps, between = rounds * (group.ranks - 1), rounds * (group.nodes - 1) * (group.nodes > 1)
-    traffic = steps / group.ranks * group.size_bytes
-    factor, hop_s = _constants_of(network, group, "latency_factor"), _hop_s(network, group)
+    factors, hop_s = _factors(network, group), _hop_s(network, group)
+    turn = rounds / 2 * _constants_of(network, group, "turn_share")
+    traffic = (steps + turn) / group.ranks * group.size_bytes
     channels = nccl.channels(network.family, group.per_node, group.nodes)
     best = np.full(group.ranks.shape, np.inf)
     for protocol in network.protocols:
-        latency = factor * nccl.ring_latency_s(network.hardware, protocol, steps, between)
+        latency = nccl.ring_latency_s(network.hardware, protocol, steps, between, *factors)
         if protocol == "simple" and rounds == 2:
             latency = latency * nccl.plateau(
                 network.family, group.size_bytes, group.ranks, channels, group.nodes
@@ -153,11 +160,11 @@ def _ring_s(network: Network, group: _Group, rounds: int) -> Floats:
 
 def _tree_s(network: Network, group: _Group) -> Floats:
     """A double binary tree (Sanders, Speck, Träff 2009): logarithmic latency, twice the vector over every bus."""
-    factor, hop_s = _constants_of(network, group, "latency_factor"), _hop_s(network, group)
+    factors, hop_s = _factors(network, group), _hop_s(network, group)
     channels = nccl.channels(network.family, group.per_node, group.nodes)
     best = np.full(group.ranks.shape, np.inf)
     for protocol in network.protocols:
-        latency = factor * nccl.tree_latency_s(network.hardware, protocol, group.per_node, group.nodes)
+        latency = nccl.tree_latency_s(network.hardware, protocol, group.per_node, group.nodes, *factors)
         bus = nccl.tree_bus(network.family, protocol, group.bus, channels, group.nodes)
         reached = bus * nccl.tree_share(protocol, group.size_bytes)
         best = np.minimum(best, latency + 2 * group.size_bytes / reached)
@@ -181,8 +188,9 @@ def _in_switch_s(network: Network, group: _Group) -> Floats:
     # A tree over more than two nodes has two children: what is sent down doubles (a ring's traffic in the limit).
     rounds = np.ones_like(group.nodes) if network_reduces else 2 * (group.nodes - 1) / group.nodes
     between_s = np.where(group.nodes > 1, rounds * group.size_bytes / group.between_bus, 0.0)
-    latency = nccl.in_switch_latency_s(group.nodes, network_reduces=network_reduces)
-    found = _constants_of(network, group, "latency_factor") * latency + np.maximum(inside_s, between_s)
+    start, hops = _factors(network, group)
+    latency = nccl.in_switch_latency_s(group.nodes, network_reduces=network_reduces, start=start, hops=hops)
+    found = latency + np.maximum(inside_s, between_s)
     return np.where(usable & np.isnan(_hop_s(network, group)), found, np.inf)
 
 
@@ -279,8 +287,7 @@ def all_to_all_s(
 def _message_latency_s(network: Network, group: _Group) -> Floats:
     """Of one message under Simple: a ring of one hop."""
     one, across = np.ones_like(group.ranks), np.where(group.nodes > 1, 1.0, 0.0)
-    latency = nccl.ring_latency_s(network.hardware, "simple", one, across)
-    return np.asarray(_constants_of(network, group, "latency_factor") * latency)
+    return nccl.ring_latency_s(network.hardware, "simple", one, across, *_factors(network, group))
 
 
 def point_to_point_s(network: Network, size_bytes: Numbers, inside: npt.ArrayLike = False) -> Floats:
@@ -300,11 +307,11 @@ def broadcast_s(
     """Seconds of a broadcast from one rank by a ring that pipelines: its hops once, the vector once."""
     group = _group(network, size_bytes, ranks, ranks_per_node)
     steps, between = group.ranks - 1, (group.nodes - 1) * (group.nodes > 1)
-    factor, hop_s = _constants_of(network, group, "latency_factor"), _hop_s(network, group)
+    factors, hop_s = _factors(network, group), _hop_s(network, group)
     channels = nccl.channels(network.family, group.per_node, group.nodes)
     best = np.full(group.ranks.shape, np.inf)
     for protocol in network.protocols:
-        latency = factor * nccl.ring_latency_s(network.hardware, protocol, steps, between)
+        latency = nccl.ring_latency_s(network.hardware, protocol, steps, between, *factors)
         bus = nccl.ring_bus(network.family, protocol, group.bus, channels, group.nodes)
         best = np.minimum(best, latency + group.size_bytes / bus)
     plain = np.log2(np.maximum(group.ranks, 1)) * np.nan_to_num(hop_s) + group.size_bytes / group.bus

@@ -2,7 +2,8 @@
 
 NCCL chooses between ring and tree, and between its protocols LL, LL128 and Simple, by an expected time
 t = latency + S / bandwidth (github.com/NVIDIA/nccl, ``src/graph/tuning.cc``). The form holds far better than its stock
-constants: measured latencies and bandwidths are its own times a factor a link (:class:`~trine.optim.plan.collectives.LinkConstants`).
+constants: measured latencies and bandwidths are its own times a factor a link (:class:`~trine.optim.plan.collectives.LinkConstants`),
+one on what starting takes (``start``) and one on what messages take (``hops``).
 
 Everything here is in seconds and bytes a second, and broadcasts over arrays: ``ranks`` of a group, ``nodes`` they lie on.
 """
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 Floats = npt.NDArray[np.float64]
+#: What multiplies a latency of the tuner's.
+Factor = Floats | float
 Protocol = Literal["ll", "ll128", "simple"]
 #: What a hop goes through, as the tuner distinguishes it.
 Hardware = Literal["nvlink", "pci"]
@@ -98,14 +101,21 @@ def channels(family: str, per_node: Floats, nodes: Floats) -> Floats:
     return np.where(nodes > 1, between, known["simple"])
 
 
-def ring_latency_s(hardware: Hardware, protocol: Protocol, steps: Floats, between: Floats) -> Floats:
+def ring_latency_s(
+    hardware: Hardware,
+    protocol: Protocol,
+    steps: Floats,
+    between: Floats,
+    start: Factor = 1.0,
+    hops: Factor = 1.0,
+) -> Floats:
     """Of a ring of ``steps`` hops, ``between`` of which cross nodes; others then cost at least the network's posting."""
     inside_s = _value("hop_latency", hardware, "ring", protocol)
     posting_s = _value("ring_overhead", "network", "ring", protocol)
     hop_s = np.where(between > 0, max(inside_s, posting_s), inside_s)
     network_s = _value("hop_latency", "network", "ring", protocol)
     base_s = _value("base_latency", "", "ring", protocol)
-    return np.asarray(base_s + (steps - between) * hop_s + between * network_s)
+    return np.asarray(start * base_s + hops * ((steps - between) * hop_s + between * network_s))
 
 
 def plateau(family: str, size_bytes: Floats, ranks: Floats, count: Floats, nodes: Floats) -> Floats:
@@ -115,22 +125,32 @@ def plateau(family: str, size_bytes: Floats, ranks: Floats, count: Floats, nodes
     return np.where(reached, factor, 1.0)
 
 
-def tree_latency_s(hardware: Hardware, protocol: Protocol, per_node: Floats, nodes: Floats) -> Floats:
+def tree_latency_s(
+    hardware: Hardware,
+    protocol: Protocol,
+    per_node: Floats,
+    nodes: Floats,
+    start: Factor = 1.0,
+    hops: Factor = 1.0,
+) -> Floats:
     """Of a double binary tree over nodes, a chain inside each: up and down again."""
     inside_s = _value("hop_latency", hardware, "tree", protocol)
     network_s = _value("hop_latency", "network", "tree", protocol)
     base_s = _value("base_latency", "", "tree", protocol)
-    return np.asarray(base_s + 2 * ((per_node - 1) * inside_s + np.log2(nodes) * network_s))
+    there_s = (per_node - 1) * inside_s + np.log2(nodes) * network_s
+    return np.asarray(start * base_s + hops * 2 * there_s)
 
 
-def in_switch_latency_s(nodes: Floats, *, network_reduces: bool) -> Floats:
-    """Of NVLS inside a node; between nodes its switches reduce too, or a tree does."""
-    inside_s = _value("hop_latency", "nvlink", "in_switch", "simple")
+def in_switch_latency_s(
+    nodes: Floats, *, network_reduces: bool, start: Factor = 1.0, hops: Factor = 1.0
+) -> Floats:
+    """Of NVLS inside a node, which is mostly starting; between nodes its switches reduce too, or a tree does."""
+    inside_s = start * _value("hop_latency", "nvlink", "in_switch", "simple")
     if network_reduces:
-        return inside_s + np.where(nodes > 1, _value("hop_latency", "network", "in_switch", "simple"), 0.0)
-    return np.asarray(
-        inside_s + 2 * np.log2(nodes) * _value("hop_latency", "network", "in_switch_tree", "simple")
-    )
+        network_s = np.where(nodes > 1, _value("hop_latency", "network", "in_switch", "simple"), 0.0)
+    else:
+        network_s = 2 * np.log2(nodes) * _value("hop_latency", "network", "in_switch_tree", "simple")
+    return np.asarray(inside_s + hops * network_s)
 
 
 def in_switch_share(family: str) -> float:

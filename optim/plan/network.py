@@ -3,7 +3,7 @@
     network = Network.of(cluster)
     network.with_constants(between=LinkConstants(bandwidth_efficiency=0.66, latency_factor=1.5))
 
-A link's line rate is a datasheet's; the two scalars beside it are fitted, by kind of link, and say where they are from.
+A link's line rate is a datasheet's; the few scalars beside it are fitted, by kind of link, and say where they are from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ __all__ = ["LINK_CONSTANTS", "LinkConstants", "Network"]
 class LinkConstants:
     """What a kind of link reaches: fitted, beside where it is from.
 
-    ``bandwidth_efficiency``: the bus over the line rate. ``latency_factor``: latencies over those of NCCL's tuner.
+    ``bandwidth_efficiency``: the bus over the line rate. ``latency_factor``: hops' latencies over those of NCCL's tuner;
+    ``start_factor``: what starting a collective takes over it. ``turn_share``: of a ring's step, what its first send and its
+    last receive cost beyond the steps between, since nothing runs beside them (of an all-reduce, 2(n − 1) steps).
     ``all_to_all_efficiency``: of the bus, when every rank sends to every other. ``switch_fill_bytes``: of the traffic
     through a switch that reduces, what passes before its steps overlap. ``hop_s``: α of one step of a ring, for libraries
     that are not NCCL; None: NCCL's own. Raises ``UsageError``.
@@ -32,6 +34,8 @@ class LinkConstants:
 
     bandwidth_efficiency: float
     latency_factor: float = 1.0
+    start_factor: float = 1.0
+    turn_share: float = 0.0
     all_to_all_efficiency: float = 0.9
     switch_fill_bytes: float = 0.0
     hop_s: float | None = None
@@ -41,8 +45,11 @@ class LinkConstants:
         for name in ("bandwidth_efficiency", "all_to_all_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name} must be above 0 and at most 1, not {getattr(self, name)!r}")
-        if not self.latency_factor >= 0 or (self.hop_s is not None and not self.hop_s >= 0):
-            raise UsageError(f"latencies must be at least 0, not {self.latency_factor!r} and {self.hop_s!r}")
+        latencies = (self.latency_factor, self.start_factor, 0.0 if self.hop_s is None else self.hop_s)
+        if not all(each >= 0 for each in latencies):
+            raise UsageError(f"latencies must be at least 0, not {min(latencies)!r}")
+        if not 0 <= self.turn_share <= 1:
+            raise UsageError(f"turn_share must be between 0 and 1, not {self.turn_share!r}")
 
 
 _FITTED = "fitted by benchmarks/planner_collectives.py on published nccl-tests logs"
@@ -50,24 +57,26 @@ _ASSUMED = "assumed: no measurement of this kind of link is at hand"
 _MAINTAINERS = "NVIDIA/nccl-tests#290 and #267, NVIDIA/nccl#689: what tuned nodes reach an adapter; latencies as infiniband's"
 #: By :attr:`Link.kind`, or by kind/family where generations differ. A fitted file (``constants.toml``) may say otherwise.
 LINK_CONSTANTS: Mapping[str, LinkConstants] = {
-    "nvlink": LinkConstants(0.73, 1.8, switch_fill_bytes=20e6, source=_FITTED + " of A100 nodes"),
-    "nvlink/volta": LinkConstants(0.9, 1.7, source=_FITTED),
-    "nvlink/hopper": LinkConstants(0.79, 0.8, switch_fill_bytes=20e6, source=_FITTED),
+    "nvlink": LinkConstants(
+        0.78, start_factor=3.9, turn_share=0.5, switch_fill_bytes=20e6, source=_FITTED + " of A100 nodes"
+    ),
+    "nvlink/volta": LinkConstants(0.9, start_factor=2.8, source=_FITTED),
+    "nvlink/hopper": LinkConstants(0.79, start_factor=0.77, switch_fill_bytes=20e6, source=_FITTED),
     "nvlink/blackwell": LinkConstants(
-        0.79, 0.8, switch_fill_bytes=20e6, source="as Hopper's; no log is at hand"
+        0.79, start_factor=0.77, switch_fill_bytes=20e6, source="as Hopper's; no log is at hand"
     ),
     "xgmi": LinkConstants(
-        0.72, 1.6, source="ROCm's all-reduce of 4 GB on 2 and 8 MI300X (stas00/ml-engineering, network)"
+        0.72, 1.6, 1.6, source="ROCm's all-reduce of 4 GB on 2 and 8 MI300X (stas00/ml-engineering, network)"
     ),
-    "pcie": LinkConstants(0.75, 1.6, source=_ASSUMED),
+    "pcie": LinkConstants(0.75, 1.6, 1.6, source=_ASSUMED),
     "infiniband": LinkConstants(
-        0.9, 1.6, source=_MAINTAINERS + ", which are fitted; a cloud's A100 nodes logged 0.66"
+        0.9, 1.65, source=_MAINTAINERS + ", which are fitted; a cloud's A100 nodes logged 0.66"
     ),
-    "roce": LinkConstants(0.9, 1.6, source=_MAINTAINERS),
+    "roce": LinkConstants(0.9, 1.65, source=_MAINTAINERS),
     "efa": LinkConstants(
         0.8, 2.5, source="two p5.48xlarge, all-reduce of 2 GiB (aws-samples/aws-do-eks, nccl-tests)"
     ),
-    "omnipath": LinkConstants(0.8, 1.6, source=_ASSUMED),
+    "omnipath": LinkConstants(0.8, 1.65, source=_ASSUMED),
     "ethernet": LinkConstants(0.6, 4.0, source=_ASSUMED),
     "shared-memory": LinkConstants(0.8, hop_s=60e-6, source=_ASSUMED),
     "ici": LinkConstants(0.8, hop_s=2e-6, source=_ASSUMED),

@@ -26,7 +26,7 @@ def machine_of(benchmark: ModuleType, name: str):  # type: ignore[no-untyped-def
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("V100, one node", 1.10), ("A100, one node", 1.15), ("H100, one node", 1.10)]
+    ("name", "most"), [("V100, one node", 1.06), ("A100, one node", 1.10), ("H100, one node", 1.08)]
 )
 def test_shipped_constants_meet_one_node(
     tables: Path, benchmark_module: ModuleType, name: str, most: float
@@ -38,11 +38,15 @@ def test_shipped_constants_meet_one_node(
 
 
 @pytest.mark.slow
-def test_a_node_count_that_the_fit_never_saw_is_met(tables: Path, benchmark_module: ModuleType) -> None:
-    machine = machine_of(benchmark_module, "A100, 200 Gb/s each")
+@pytest.mark.parametrize(
+    ("name", "counts"), [("A100, 200 Gb/s each", (16, 32, 128)), ("A100, one node", (2, 8))]
+)
+def test_a_rank_count_that_the_fit_never_saw_is_met(
+    tables: Path, benchmark_module: ModuleType, name: str, counts: tuple[int, ...]
+) -> None:
+    machine = machine_of(benchmark_module, name)
     logs = benchmark_module.read_logs(tables / "nccl_collectives.csv", machine)
-    counts = np.unique(logs.ranks)
-    assert counts.tolist() == [16, 32, 128]
+    assert set(counts) <= set(np.unique(logs.ranks))
     for count in counts:
         left = logs.ranks == count
         constants = benchmark_module.fit(machine, logs.where(~left))

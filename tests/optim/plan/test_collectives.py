@@ -56,11 +56,33 @@ def test_a_tree_between_nodes_is_the_tuner_s_form() -> None:
     assert collectives.all_reduce_s(A100, 2**20, 32, 8, "tree") == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_latency_factor_multiplies_latencies_and_the_efficiency_the_bus() -> None:
-    slow = network(constants=(EXACT, LinkConstants(0.5, 3.0)))
+def test_factors_multiply_hops_and_the_start_and_the_efficiency_the_bus() -> None:
+    slow = network(constants=(EXACT, LinkConstants(0.5, 3.0, 2.0)))
     ring = 2**32 * 2 * 15 / 16
-    latency = 1.4 * (8.4 + 28 * 3.4 + 28) * 1e-6
-    assert collectives.all_reduce_s(slow, 2**32, 16, 8, "ring") == pytest.approx(3 * latency + ring / 100e9)
+    latency = 1.4 * (2 * 8.4 + 3 * (28 * 3.4 + 28)) * 1e-6
+    assert collectives.all_reduce_s(slow, 2**32, 16, 8, "ring") == pytest.approx(latency + ring / 100e9)
+    # The tree: LL128 at 1 MB starts in 14 µs and hops 2 · (7 · 1.25 + 8.5).
+    fast = collectives.all_reduce_s(network(), 2**20, 16, 8, "tree")
+    later = collectives.all_reduce_s(
+        network(constants=(EXACT, LinkConstants(1.0, 3.0, 2.0))), 2**20, 16, 8, "tree"
+    )
+    assert later - fast == pytest.approx((14 + 2 * 2 * (7 * 1.25 + 8.5)) * 1e-6)
+
+
+def test_the_ends_of_a_ring_cost_most_where_there_are_two_ranks() -> None:
+    turning = network(constants=(LinkConstants(1.0, turn_share=0.5), EXACT))
+    for ranks, steps in ((2, 2.5), (8, 14.5)):
+        latency = (8.4 + 2 * (ranks - 1) * 3.4) * 1e-6
+        expected = latency + steps / ranks * 2**32 / 300e9
+        assert collectives.all_reduce_s(turning, 2**32, ranks, ranks, "ring") == pytest.approx(expected)
+    half = collectives.reduce_scatter_s(turning, 2**34, 2, 2)
+    assert half == pytest.approx(collectives.all_reduce_s(turning, 2**34, 2, 2, "ring") / 2, rel=1e-3)
+
+
+def test_starting_takes_its_factor_inside_a_node_and_hops_theirs_between() -> None:
+    inside, between = LINK_CONSTANTS["nvlink"], LINK_CONSTANTS["infiniband"]
+    assert inside.start_factor > 1 == inside.latency_factor
+    assert between.latency_factor > 1 == between.start_factor
 
 
 def test_reduce_scatter_and_all_gather_are_half_a_ring() -> None:
@@ -242,6 +264,8 @@ def test_the_table_is_read_as_it_is_written() -> None:
         (lambda: collectives.point_to_point_s(Network(1), 1, True), "cannot share a node of one device"),
         (lambda: LinkConstants(1.5), "at most 1"),
         (lambda: LinkConstants(0.5, -1.0), "at least 0"),
+        (lambda: LinkConstants(0.5, start_factor=-1.0), "at least 0"),
+        (lambda: LinkConstants(0.5, turn_share=1.5), "between 0 and 1"),
         (lambda: shipped("A", "ampere", 300, 25, "pigeon"), "no constants for a link of kind 'pigeon'"),
     ],
 )
