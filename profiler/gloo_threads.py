@@ -114,6 +114,10 @@ class GlooThreads:
             self._proven.add(thread)
         return name
 
+    def of_group(self, name: str) -> list[int]:
+        """The threads that are given to a group."""
+        return [thread for thread, of in self._names.items() if of == name]
+
 
 def _teams(threads: Sequence[int], counts: set[int]) -> list[tuple[int, ...]]:
     """Threads in the order in which they were made, cut into groups; empty where groups have unequally many."""

@@ -9,7 +9,6 @@ missing, because the host only launches the work.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from .flight import FlightEntry, FlightReader
 from .gloo_threads import Collective, GlooThreads
 from .groups import process_groups
 from .inspector import InspectorJoin, InspectorTail
+from .observer_library import ObserverLibrary
 from .point_to_point import PointToPointCalls
 from .protocols import Note
 from .spelling import dtype_of, standard_operation
@@ -34,76 +34,8 @@ __all__ = ["ObserverSource"]
 
 Array = npt.NDArray[Any]
 
-VERSION = 1
-#: Rows the ring holds: at 20,000 collectives a second, more than a second's.
-CAPACITY = 1 << 15
 #: Of the time, for reading the flight recorder while it is not known which group some threads run collectives of.
 _SHARE_OF_UNKNOWN = 0.01
-
-_ROW = np.dtype(
-    [
-        ("order", "<i8"),
-        ("start_ns", "<i8"),
-        ("end_ns", "<i8"),
-        ("tensor_bytes", "<i8"),
-        ("in_elements", "<i8"),
-        ("out_elements", "<i8"),
-        ("sequence", "<i8"),
-        ("thread", "<i8"),
-        ("dtype", "<i4"),
-        ("group_size", "<i4"),
-        ("worker", "<i4"),
-        ("point_to_point", "<i4"),
-        ("name", "S96"),
-        ("operation", "S32"),
-        ("group", "S64"),
-    ]
-)
-
-
-class _Library:
-    """The loaded observer. Raises ``OSError`` when the file is not a usable one."""
-
-    def __init__(self, path: Path) -> None:
-        self._loaded = ctypes.CDLL(str(path))
-        names = ("version", "row_bytes", "now_ns", "enable", "drain", "dropped", "started")
-        try:
-            for name in names:
-                getattr(self._loaded, f"trine_observer_{name}").restype = ctypes.c_int64
-        except AttributeError as error:
-            raise OSError(f"{path} lacks {error}") from None
-        if self._call("version") != VERSION or self._call("row_bytes") != _ROW.itemsize:
-            raise OSError(f"{path} is of another version")
-
-    def _call(self, name: str, *arguments: Any) -> int:
-        return int(getattr(self._loaded, f"trine_observer_{name}")(*arguments))
-
-    def clock_offset_ns(self) -> int:
-        """What to add to the observer's clock to get ``perf_counter_ns``; the same clock on Linux."""
-        before = time.perf_counter_ns()
-        theirs = self._call("now_ns")
-        after = time.perf_counter_ns()
-        return 0 if before <= theirs <= after else (before + after) // 2 - theirs
-
-    def enable(self) -> int:
-        return self._call("enable", ctypes.c_int64(CAPACITY))
-
-    def disable(self) -> None:
-        self._loaded.trine_observer_disable()
-
-    def dropped(self) -> int:
-        return self._call("dropped")
-
-    def drain(self) -> Array:
-        """All rows, in the order in which they began."""
-        parts = []
-        while True:
-            buffer = np.empty(1024, dtype=_ROW)
-            count = self._call("drain", ctypes.c_void_p(buffer.ctypes.data), ctypes.c_int64(len(buffer)))
-            parts.append(buffer[:count])
-            if count < len(buffer):
-                rows = np.concatenate(parts)
-                return rows[np.argsort(rows["order"], kind="stable")]
 
 
 @dataclass(slots=True)
@@ -127,7 +59,7 @@ class ObserverSource:
 
     def __init__(self, library: Path, note: Note) -> None:
         """Raises ``OSError`` when ``library`` cannot be loaded."""
-        self._library = _Library(library)
+        self._library = ObserverLibrary(library)
         self._note = note
         self._noted: set[str] = set()
         self._threads = GlooThreads()
@@ -234,8 +166,10 @@ class ObserverSource:
                 )
         for row in workers:
             group = rows.group[row] = self._threads.group(threads[row])
-            if group is not None and threads[row] in self._unnumbered:
-                self._base[group] = self._base.get(group, 0) + self._unnumbered.pop(threads[row])
+            if group is not None and self._unnumbered:
+                # Of all its threads: which of them ran what differs between ranks, and their numbers must not.
+                passed = sum(self._unnumbered.pop(thread, 0) for thread in self._threads.of_group(group))
+                self._base[group] = self._base.get(group, 0) + passed
         start = (raw["start_ns"] + self._offset_ns).tolist()
         for row in np.flatnonzero(raw["worker"] == 0).tolist():
             rows.issued_ns[row] = start[row]

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
 
-from trine.profiler import gloo_threads
-from trine.profiler import observer as observer_module
+from trine.profiler import gloo_threads, observer_library
 from trine.profiler.collectives import PythonSource
 from trine.profiler.observer import ObserverSource
 from trine.record.model import MISSING
@@ -56,7 +55,7 @@ class Observed:
 
     def __enter__(self) -> Self:
         if self._capacity is not None:
-            observer_module.CAPACITY, self._before = self._capacity, observer_module.CAPACITY
+            observer_library.CAPACITY, self._before = self._capacity, observer_library.CAPACITY
         with self._starting:
             self.source.start()
         return self
@@ -67,7 +66,7 @@ class Observed:
         self.source.stop()
         self.drain()
         if self._capacity is not None:
-            observer_module.CAPACITY = self._before
+            observer_library.CAPACITY = self._before
         self.rows.sort(key=lambda row: row["start_ns"] if row["start_ns"] is not None else row["issued_ns"])
 
     def drain(self) -> None:
@@ -201,6 +200,10 @@ def beside_a_destroyed_group(
             time.sleep(0.05)
             observed.drain()
             observed.source._flight.available = True
+            # One thread learns the group; the other ran some of what came before.
+            dist.all_to_all_single(torch.empty(70), torch.ones(70), group=fresh)
+            time.sleep(0.05)
+            observed.drain()
         for size in (100, 200, 300):
             exchange(size)
     dist.barrier()

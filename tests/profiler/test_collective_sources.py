@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rank_pool import RankPool
 
-from trine.profiler import observer
+from trine.profiler import observer_library
 from trine.profiler.collectives import PythonSource
 from trine.profiler.observer import ObserverSource
 from trine.profiler.observer_build import ensure_built
@@ -137,7 +137,7 @@ def test_a_group_that_is_told_late_is_numbered_on(pool: RankPool, library: Path,
     for result in pool.run("collective_cases:beside_a_destroyed_group", str(library), True, True, unnamed):
         early, later = result["rows"][:3], result["rows"][3:]
         assert {row["group"] for row in early if row["operation"] != "all_reduce"} == {None}
-        assert [row["sequence"] for row in later if row["group"] == result["group"]] == [3, 4, 5, 6, 7, 8]
+        assert [row["sequence"] for row in later if row["group"] == result["group"]] == [3, 4, 5, 6, 7, 8, 9]
         assert [note[0] for note in result["notes"]] == ["collectives-group"]
 
 
@@ -245,7 +245,7 @@ def test_annotations_of_the_user_are_not_collectives(library: Path) -> None:
 def test_nccl_rows_tell_issue_and_description_but_no_times(library: Path) -> None:
     """No NCCL here: rows as its issuing thread gives them are laid into the ring's own structure."""
     source = ObserverSource(library, lambda *note: None)
-    raw = np.zeros(2, dtype=observer._ROW)
+    raw = np.zeros(2, dtype=observer_library.ROW)
     raw["name"] = [b"nccl:_all_gather_base", b"fsdp.layers.3"]
     raw["operation"] = [b"_allgather_base", b"_reduce_scatter_base"]
     raw["group"] = b"7"
