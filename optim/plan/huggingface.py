@@ -105,8 +105,11 @@ class _Reading:
         return value
 
     def flag(self, field: str) -> bool:
-        """Whether a field is on."""
-        return bool(self.raw(field))
+        """Whether a field is on. Raises ``UsageError`` for words, since "false" would be on."""
+        value = self.raw(field)
+        if isinstance(value, str):
+            raise UsageError(f"{self.where}: {self.name(field)} must be true or false, not {value!r}")
+        return bool(value)
 
     def switch(self, field: str) -> bool:
         """Whether the key that a field of the dialect names is on."""

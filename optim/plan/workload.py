@@ -19,6 +19,8 @@ __all__ = ["Convention", "LatentAttention", "Workload"]
 
 #: The conventions of ``mfu`` in the design, without ``counted``, which needs a run.
 Convention = Literal["palm", "megatron", "narayanan", "6n"]
+#: Above any model that is, and below what counting in floats or weighing a stage for each layer can bear.
+_MOST_LAYERS, _LARGEST = 100_000, 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,7 @@ class Workload:
     other_parameters: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{self.name}: {name} must be at least 1, not {getattr(self, name)}")
+        self._check_sizes()
         defaults = {
             "kv_heads": self.kv_heads or self.heads,
             "head_size": self.head_size or max(1, self.hidden // self.heads),
@@ -103,6 +103,31 @@ class Workload:
             defaults[name] = self.bias if getattr(self, name) is None else getattr(self, name)
         for name, value in defaults.items():
             object.__setattr__(self, name, value)
+        self._check_together()
+
+    def _check_sizes(self) -> None:
+        for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{self.name}: {name} must be at least 1, not {getattr(self, name)}")
+        if self.layers > _MOST_LAYERS:
+            raise UsageError(f"{self.name}: layers must be at most {_MOST_LAYERS}, not {self.layers}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value > _LARGEST:
+                raise UsageError(f"{self.name}: {field.name} must be at most {_LARGEST}, not {value}")
+        if not 1 <= self.load_imbalance <= max(self.experts, 1):
+            raise UsageError(
+                f"{self.name}: load_imbalance is the busiest expert rank's share over the mean, from 1 to experts "
+                f"({self.experts}), not {self.load_imbalance}"
+                if self.experts
+                else f"{self.name}: load_imbalance {self.load_imbalance} is of experts, and there are none: leave it out"
+            )
+        if not self.head_size and self.hidden % self.heads:
+            raise UsageError(
+                f"{self.name}: hidden {self.hidden} is no multiple of heads {self.heads}: say head_size, of one head"
+            )
+
+    def _check_together(self) -> None:
         if self.heads % self.kv_heads:
             raise UsageError(
                 f"{self.name}: heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
@@ -114,6 +139,10 @@ class Workload:
         if self.dense_layers > self.layers:
             raise UsageError(
                 f"{self.name}: dense_layers {self.dense_layers} is more than layers {self.layers}"
+            )
+        if self.window_layers > self.layers:
+            raise UsageError(
+                f"{self.name}: window_layers {self.window_layers} is more than layers {self.layers}"
             )
 
     def with_changes(self, **changes: Any) -> Workload:

@@ -17,6 +17,9 @@ from trine.record.errors import TrineError
     ("name", "parameters"),
     [
         # As the published weights hold (safetensors' metadata on the Hub), but for GPT-3, whose paper rounds.
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
         ("gpt2-xl", 1_557_611_200),
         ("bloom-176b", 176_247_271_424),
         ("gpt-neox-20b", 20_554_567_680),
@@ -136,6 +139,12 @@ SHORT = "layers = 4\nhidden = 64\nheads = 4\nvocab = 100\nsequence = 32\n"
         (SHORT + "ffn = 256\nbias = 1\n", "bias must be true or false"),
         (SHORT + "ffn = 256\nkv_heads = 3\n", "must be a multiple of kv_heads"),
         (SHORT + "ffn = 256\nexperts = 4\n", "experts_per_token must be from 1 to experts"),
+        (SHORT + "ffn = 256\nload_imbalance = nan\n", "load_imbalance nan is of experts, and there are none"),
+        ('like = "mixtral-8x7b"\nload_imbalance = 0.5\n', r"from 1 to experts \(8\), not 0.5"),
+        ('like = "llama3-8b"\nheads = 30\n', "hidden 4096 is no multiple of heads 30: say head_size"),
+        ('like = "llama3-8b"\nwindow = 10\nwindow_layers = 99\n', "window_layers 99 is more than layers 32"),
+        ('like = "llama3-8b"\nlayers = 1000000000000\n', "layers must be at most 100000"),
+        ('like = "llama3-8b"\nvocab = 100000000000000000000000\n', "vocab must be at most"),
         (SHORT + "ffn = 256\n[latent]\nrank = 3\n", "no key 'rank'"),
         (SHORT + "ffn = 256\n[latent]\nquery_rank = 3\n", "has no kv_rank"),
         ('like = "lama3-8b"\n', "did you mean 'llama3-8b'"),
