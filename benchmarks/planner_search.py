@@ -20,10 +20,11 @@ import numpy as np
 
 from trine.optim.plan.cluster_files import cluster_of
 from trine.optim.plan.constants import stack_named
+from trine.optim.plan.layouts import OFFLOADED
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.reasons import layout_words
 from trine.optim.plan.search import Searcher
-from trine.optim.plan.space import OFFLOADED, savings, shapes
+from trine.optim.plan.space import savings, shapes
 from trine.optim.plan.workload_files import workload_of
 
 __all__ = ["main", "measured", "weighed_one_by_one"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from trine.analyzers.reports.document import Bars, Block, Column, Document, Items, Paragraph, Section, Table
 from trine.analyzers.units import count, duration, percent, size
+from trine.optim.plan.candidates import Candidate
 from trine.optim.plan.cost import Range, RunCost
 from trine.optim.plan.limits import Limit, Limits
-from trine.optim.plan.planning import Candidate, Plan
+from trine.optim.plan.planning import Plan
 from trine.optim.plan.reasons import layout_words, part_words
 
 __all__ = ["compose", "render_html", "render_markdown", "render_text"]
@@ -44,7 +45,7 @@ def compose(plan: Plan) -> Document:
         Section("memory", "Memory of the rank that needs most", (_memory(plan),)),
         Section("splits", "How modules are split", (_splits(plan),)),
         Section("why", "Why not otherwise", tuple(_why(plan))),
-        Section("front", "Step time against memory", (_front(plan),)),
+        Section("front", "Step time against memory", tuple(_front(plan))),
         Section("limits", "The largest that fits", tuple(_limits(plan))),
         Section("rests", "What this rests on", (Items(tuple(("·", text, "") for text in plan.assumptions)),)),
     ]
@@ -54,7 +55,10 @@ def compose(plan: Plan) -> Document:
             f"{problem.workload.name}, {count(problem.workload.parameters)} · {problem.global_batch} x "
             f"{problem.workload.sequence} tokens a step · {_devices(plan)} · {problem.stack.name}"
         ),
-        verdict=f"{layout_words(best.layout)}: {_seconds(best.step)} a step, MFU {percent(best.mfu)}.",
+        verdict=(
+            f"{layout_words(best.layout)}: {_seconds(best.step)} a step, MFU {percent(best.mfu.value)}"
+            f" ({_interval(best.mfu, percent)})."
+        ),
         confidence=_confidence(plan),
         bound="healthy",
         triangle=None,
@@ -75,14 +79,14 @@ def _devices(plan: Plan) -> str:
 
 def _confidence(plan: Plan) -> str:
     # Wide, because it is of software and clusters that the constants were not fitted on.
-    return "in brackets: where nine of ten published runs lay that no constant was fitted on"
+    return "in brackets and intervals: where nine of ten published runs lay that no constant was fitted on"
 
 
 def _notices(plan: Plan) -> Iterator[str]:
     best, room = plan.best, plan.problem.cluster.device.memory_bytes
     yield (
-        f"{count(best.tokens_per_s.value)} tokens/s ({_counts(best.tokens_per_s)}); {size(best.peak_bytes)} of {size(room)}"
-        f" on stage {best.stage}; bound by {best.bound}."
+        f"{count(best.tokens_per_s.value)} tokens/s ({_interval(best.tokens_per_s, count)}); {size(best.peak.value)}"
+        f" ({_interval(best.peak, size)}) of {size(room)} on stage {best.stage}; bound by {best.bound}."
     )
     if best.cost is not None:
         yield _cost_words(best.cost)
@@ -94,32 +98,30 @@ def _notices(plan: Plan) -> Iterator[str]:
 
 
 def _cost_words(cost: RunCost) -> str:
-    words = f"{count(cost.tokens)} tokens take {_plain(cost.days, 'days')} and {_hours(cost)} device-hours"
-    return f"{words}; price {_money(cost.price)}." if cost.price is not None else f"{words}."
+    hours = f"{count(cost.device_hours.value)} ({_interval(cost.device_hours, count)})"
+    words = f"{count(cost.tokens)} tokens take {_days(cost.days.value)} days ({_interval(cost.days, _days)}) and {hours} device-hours"
+    if cost.price is None:
+        return f"{words}."
+    return f"{words}; price {count(cost.price.value)} ({_interval(cost.price, count)})."
 
 
-def _plain(value: Range, unit: str) -> str:
-    return f"{value.value:.3g} {unit} ({value.low:.3g} to {value.high:.3g})"
+def _days(value: float) -> str:
+    return f"{value:.3g}"
 
 
-def _hours(cost: RunCost) -> str:
-    return f"{count(cost.device_hours.value)} ({_counts(cost.device_hours)})"
-
-
-def _money(price: Range) -> str:
-    return f"{count(price.value)} ({_counts(price)})"
-
-
-def _counts(value: Range) -> str:
-    return f"{count(value.low)} to {count(value.high)}"
+def _time(seconds: float) -> str:
+    return duration(seconds * 1e9)
 
 
 def _seconds(step: Range) -> str:
-    return f"{duration(step.value * 1e9)} ({_interval(step)})"
+    return f"{_time(step.value)} ({_interval(step, _time)})"
 
 
-def _interval(step: Range) -> str:
-    return f"{duration(step.low * 1e9)} to {duration(step.high * 1e9)}"
+def _interval(found: Range, words: Callable[[float], str]) -> str:
+    """``"2.97 s to 5.38 s"``; a unit that both ends share is said once."""
+    low, high = words(found.low), words(found.high)
+    number, _, unit = low.partition(" ")
+    return f"{number if unit and high.endswith(' ' + unit) else low} to {high}"
 
 
 def _degrees(one: Candidate) -> str:
@@ -131,54 +133,70 @@ def _degrees(one: Candidate) -> str:
 def _rest(one: Candidate) -> str:
     """What is chosen beside degrees."""
     degrees = {name: 1 for name in _DEGREES if name != "pipeline"}
-    words = layout_words({**one.layout, **degrees})
+    words = layout_words({**one.layout, **degrees}, batch=False)
     parts = [part for part in words.split(" · ") if part != "one device" and not part.startswith("pipeline ")]
     return " · ".join(parts)
 
 
 def _ranked(plan: Plan) -> Iterator[Block]:
+    yield _table(plan.ranked, plan)
+    yield _intervals(plan.ranked)
+    columns = (Column("", "right"), Column("with", flexible=True), Column("bound by"), Column("lost by"))
+    rest = [
+        (str(rank), _rest(one), one.bound.partition(",")[0], one.lost_by or "the best")
+        for rank, one in enumerate(plan.ranked, 1)
+    ]
+    yield Table(columns, tuple(rest))
+
+
+def _table(candidates: Sequence[Candidate], plan: Plan) -> Table:
     columns = (
         Column("", "right"),
         Column("layout", flexible=True),
-        Column("step", "right"),
-        Column("interval", "right"),
-        Column("MFU", "right"),
-        Column("memory", "right"),
-        Column("tokens/s", "right"),
+        Column("micro-batches", "right"),
+        *(Column(name, "right") for name in ("step", "MFU", "memory", "tokens/s")),
     )
     rows = [
         (
             str(rank),
             _degrees(one),
-            duration(one.step.value * 1e9),
-            _interval(one.step),
-            percent(one.mfu),
-            size(one.peak_bytes),
+            f"{one.layout['microbatches']} of {one.layout['micro_batch']}",
+            _time(one.step.value),
+            percent(one.mfu.value),
+            size(one.peak.value),
             count(one.tokens_per_s.value),
         )
-        for rank, one in enumerate(plan.ranked, 1)
+        for rank, one in enumerate(candidates, 1)
     ]
-    yield Table(
-        columns,
-        tuple(rows),
-        note=f"MFU by the convention {plan.convention}, dense peak of {plan.best.mfu_precision}",
+    note = (
+        "micro-batches: how many a rank has of a step, of how many sequences;"
+        f" MFU by the convention {plan.convention}, dense peak of {plan.best.mfu_precision}"
     )
-    choices = (
-        Column("", "right"),
-        Column("with", flexible=True),
-        Column("bound by"),
-        Column("lost by"),
-    )
-    rest = [
-        (str(rank), _rest(one), one.bound.partition(",")[0], one.lost_by or "the best")
-        for rank, one in enumerate(plan.ranked, 1)
-    ]
-    yield Table(choices, tuple(rest), note=_batch_words(plan.best))
+    return Table(columns, tuple(rows), note=note)
 
 
-def _batch_words(one: Candidate) -> str:
-    size, times = one.layout["micro_batch"], one.layout["microbatches"]
-    return f"{size} x {times}: micro-batches of {size} sequence{'' if size == 1 else 's'}, {times} of them a step"
+def _intervals(candidates: Sequence[Candidate]) -> Table:
+    """Of every number of a table of layouts, and of what a run costs, where that is asked for."""
+    priced = [one.cost for one in candidates]
+    names = ["step", "MFU", "memory", "tokens/s"]
+    names += ["days"] * all(priced) + ["price"] * all(
+        cost is not None and cost.price is not None for cost in priced
+    )
+    rows = []
+    for rank, one in enumerate(candidates, 1):
+        cells = [
+            _interval(one.step, _time),
+            _interval(one.mfu, percent),
+            _interval(one.peak, size),
+            _interval(one.tokens_per_s, count),
+        ]
+        if one.cost is not None:
+            cells.append(_interval(one.cost.days, _days))
+        if one.cost is not None and one.cost.price is not None:
+            cells.append(_interval(one.cost.price, count))
+        rows.append((str(rank), *cells))
+    columns = (Column("", "right"), *(Column(name, "right") for name in names))
+    return Table(columns, tuple(rows), note="where nine of ten published runs lay")
 
 
 def _parts(plan: Plan) -> Bars:
@@ -208,11 +226,12 @@ def _parts(plan: Plan) -> Bars:
 def _memory(plan: Plan) -> Table:
     best = plan.best
     rows = [
-        (name, size(value), percent(value / best.peak_bytes))
+        (name, size(value), percent(value / best.peak.value))
         for name, value in sorted(best.memory_bytes.items(), key=lambda item: -item[1])
         if value > 0
     ]
-    rows.append(("peak", size(best.peak_bytes), ""))
+    rows.append(("peak", size(best.peak.value), ""))
+    rows.append(("in nine of ten", _interval(best.peak, size), ""))
     away = {
         "host of a node": best.host_bytes,
         "drives of a node": best.disk_bytes,
@@ -241,12 +260,15 @@ def _why(plan: Plan) -> Iterator[Block]:
             (
                 f"{one.column} {_value(one.column, one.value)}",
                 _difference(one.layout, plan.best.layout, one.column),
-                duration(one.step_s * 1e9) if one.fits else "",
+                _time(one.step.value) if one.fits else "",
                 one.reason,
             )
             for one in plan.alternatives
         ]
-        yield Table(columns, tuple(rows), note="by formula, all else as near to the winner as it can be")
+        step = plan.alternatives[0].step
+        factors = f"{step.low / step.value:.2f} to {step.high / step.value:.2f} times as long"
+        note = f"by formula, all else as near to the winner as it can be; nine of ten took {factors}"
+        yield Table(columns, tuple(rows), note=note)
     tally = plan.tally
     yield Paragraph(
         f"{tally.configurations:,} configurations, {tally.weighed:,} of them computed ({count(tally.per_minute)} a minute),"
@@ -271,20 +293,23 @@ def _difference(layout: dict[str, int | str], best: dict[str, int | str], column
     return ", ".join(changed)
 
 
-def _front(plan: Plan) -> Table:
+def _front(plan: Plan) -> Iterator[Block]:
+    shown = plan.front if len(plan.front) <= _MOST_FRONT else _thinned(plan.front)
+    left = len(plan.front) - len(shown)
     columns = (
+        Column("", "right"),
         Column("layout"),
         Column("with", flexible=True),
         Column("step", "right"),
         Column("memory", "right"),
     )
-    shown = plan.front if len(plan.front) <= _MOST_FRONT else _thinned(plan.front)
     rows = [
-        (_degrees(one), _rest(one), duration(one.step.value * 1e9), size(one.peak_bytes)) for one in shown
+        (str(rank), _degrees(one), _rest(one), _time(one.step.value), size(one.peak.value))
+        for rank, one in enumerate(shown, 1)
     ]
-    left = len(plan.front) - len(shown)
     note = "layouts that no other beats in both; by formula"
-    return Table(columns, tuple(rows), note=f"{note}; {left} between them are in the JSON" if left else note)
+    yield Table(columns, tuple(rows), note=f"{note}; {left} between them are in the JSON" if left else note)
+    yield _intervals(shown)
 
 
 def _thinned(front: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
@@ -314,7 +339,8 @@ def _limit_items(of: str, limits: Limits) -> Iterator[tuple[str, str, str]]:
 def _limit_words(limit: Limit | None) -> str:
     if limit is None:
         return "none"
-    return f"{limit.value:,}" if limit.bounded else f"{limit.value:,} or more"
+    words = f"{limit.value:,}" if limit.bounded else f"{limit.value:,} or more"
+    return f"{words} ({limit.low:,} to {limit.high:,})" if limit.low < limit.high else words
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -326,6 +352,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     if problem.pins:
         yield "pinned", ", ".join(sorted(problem.pins))
+    if problem.searched:
+        yield "searched, too", ", ".join(problem.searched)
 
 
 # --- forms ---------------------------------------------------------------------------------------

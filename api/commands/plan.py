@@ -6,7 +6,9 @@
 MODEL is a known model's name, a .toml, or a Hugging Face config.json; CLUSTER a known cluster's or device's name, or a .toml.
 For each way to divide the devices (data, tensor, context, expert, pipeline) its fastest layout that fits is found: schedule,
 chunks, micro-batch, ZeRO stage, recomputation, offload. --pin KEY=VALUE settles a choice, several values leave it open among
-them, and "any" leaves it open entirely. Predictions are for one software stack, which --stack names.
+them, and "any" leaves it open entirely. --search NAME searches what is else left alone, since it changes numbers (precision,
+compression) or no software runs it (remote: another node's memory).
+Predictions are for one software stack, which --stack names.
 
 Exit codes: 0 planned; 2 bad usage, or no layout works: the line says which constraint failed and what would.
 """
@@ -40,7 +42,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences a step (about 4 Mi tokens)")
     parser.add_argument("--sequence", type=int, metavar="S", help="tokens of a sequence (the model's own)")
     parser.add_argument(
-        "--stack", default="megatron-core", metavar="NAME", help="the software to predict for (megatron-core)"
+        "--stack", metavar="NAME", help="the software to predict for (megatron-core; trine on processors)"
     )
     parser.add_argument(
         "--memory-headroom",
@@ -56,6 +58,13 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="settle a choice, as tensor=8; may be repeated",
+    )
+    parser.add_argument(
+        "--search",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="search this, too: precision, compression, remote, or all; may be repeated",
     )
     parser.add_argument("--tokens", type=_tokens, metavar="T", help="to train on, as 15T: gives days")
     parser.add_argument("--price", type=float, metavar="P", help="of a device for an hour: gives the price")
@@ -86,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         memory_headroom=arguments.memory_headroom,
         top=arguments.top,
         pins=arguments.pin,
+        search=arguments.search,
         tokens=arguments.tokens,
         price=arguments.price,
         largest=arguments.largest,

@@ -12,6 +12,7 @@ from typing import Any
 
 from trine.optim.plan._tables import packaged
 from trine.optim.plan.constants import Stack, stacks
+from trine.optim.plan.layouts import OFFLOADED
 
 __all__ = ["Abilities", "abilities_of"]
 
@@ -54,7 +55,7 @@ def abilities_of(stack: Stack) -> Abilities:
         "two_level": (0, 1) if given["two_level"] else (0,),
         "sequence": (0, 1) if given["sequence"] else (0,),
     }
-    for column in ("optimizer_offload", "parameter_offload", "activation_offload"):
+    for column in OFFLOADED:
         choices[column] = tuple(given[column])
     choices |= {column: (1,) for column in ("tensor", "context", "expert", "pipeline") if not given[column]}
     return Abilities(

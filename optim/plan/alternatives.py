@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trine.optim.plan.candidates import Predictor
 from trine.optim.plan.constraints import has_precision
-from trine.optim.plan.layouts import DEFAULTS, KINDS, Integers, Layouts
-from trine.optim.plan.memory import memory_of
+from trine.optim.plan.cost import Range
+from trine.optim.plan.layouts import DEFAULTS, KINDS, OFFLOADED, Integers, Layouts
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.reasons import lost_by, too_large
 from trine.optim.plan.search import Searcher
-from trine.optim.plan.space import OFFLOADED, savings
-from trine.optim.plan.step import predict
+from trine.optim.plan.space import BUCKETS, savings
 
 __all__ = ["Alternative", "alternatives"]
 
@@ -37,9 +37,7 @@ _COLUMNS = (
     *OFFLOADED,
     "bucket_bytes",
 )
-#: Priced beside the winner although a search takes them only where they are pinned: compression and lower precision change
-#: numbers, and the constants were fitted with each software's own buckets.
-_BUCKETS = tuple(mebibytes * 2**20 for mebibytes in (25, 100, 400))
+#: Priced beside the winner although a search leaves them alone unless it is asked for them: they change numbers.
 _NUMERICS = ("precision", "compression")
 #: Of a number only the next smaller and the next larger value are shown.
 _NUMBERS = ("tensor", "context", "expert", "pipeline", "micro_batch", "chunks", "shard")
@@ -49,19 +47,20 @@ _NUMBERS = ("tensor", "context", "expert", "pipeline", "micro_batch", "chunks", 
 class Alternative:
     """``column`` at another ``value``, and all else as near to the winner as layouts allow (``layout``).
 
-    ``reason``: why it lost, one phrase; "other numbers" where training computes other ones. ``step_s`` and ``peak_bytes`` of it; ``fits`` within the headroom.
+    ``reason``: why it lost, one phrase; "other numbers" where training computes other ones. ``step`` in seconds and ``peak`` in
+    bytes, with their intervals; ``fits`` within the headroom.
     """
 
     column: str
     value: int | str
     layout: dict[str, int | str]
-    step_s: float
-    peak_bytes: float
+    step: Range
+    peak: Range
     fits: bool
     reason: str
 
 
-def alternatives(searcher: Searcher, best: Layouts) -> tuple[Alternative, ...]:
+def alternatives(predictor: Predictor, searcher: Searcher, best: Layouts) -> tuple[Alternative, ...]:
     """For every choice that the space has."""
     chosen: list[tuple[str, Layouts]] = list(_beside(searcher.problem, best))
     own = _with_savings_of(searcher.shapes, best)
@@ -78,8 +77,9 @@ def alternatives(searcher: Searcher, best: Layouts) -> tuple[Alternative, ...]:
             chosen.append((column, own.take(rows[[int(np.argmin(away[rows]))]])))
     if not chosen:
         return ()
-    chosen.sort(key=lambda one: _COLUMNS.index(one[0]))
-    return _described(searcher.problem, best, chosen)
+    once = {(column, int(layout[column][0])): (column, layout) for column, layout in chosen}
+    chosen = sorted(once.values(), key=lambda one: _COLUMNS.index(one[0]))
+    return _described(predictor, best, chosen)
 
 
 def _beside(problem: Problem, best: Layouts) -> Iterator[tuple[str, Layouts]]:
@@ -90,31 +90,33 @@ def _beside(problem: Problem, best: Layouts) -> Iterator[tuple[str, Layouts]]:
             other = KINDS[column].index(word)
             halved = word not in ("fp32", "tf32") and has_precision(problem, word)
             possible = halved if column == "precision" else reduces
-            if column not in problem.pins and other != best[column][0] and possible:
+            if _left_alone(problem, column) and other != best[column][0] and possible:
                 yield column, best.with_changes(**{column: other})
-    if "bucket_bytes" not in problem.pins and reduces and int(best["zero_stage"][0]) < 3:
-        for size in _BUCKETS:
-            yield "bucket_bytes", best.with_changes(bucket_bytes=size)
+    if _left_alone(problem, "bucket_bytes") and reduces and int(best["zero_stage"][0]) < 3:
+        for size in BUCKETS:
+            if size != best["bucket_bytes"][0]:
+                yield "bucket_bytes", best.with_changes(bucket_bytes=size)
 
 
-def _described(problem: Problem, best: Layouts, chosen: list[tuple[str, Layouts]]) -> tuple[Alternative, ...]:
-    layouts = Layouts.joined([best, *(layout for _, layout in chosen)])
-    times = predict(problem.workload, problem.cluster, problem.stack, layouts)
-    memory = memory_of(problem.workload, problem.cluster, problem.stack, layouts)
-    parts = [
-        {name: float(np.broadcast_to(column, len(layouts))[row]) for name, column in times.parts.items()}
-        for row in range(len(layouts))
-    ]
+def _left_alone(problem: Problem, column: str) -> bool:
+    return column not in problem.pins and column not in problem.searched
+
+
+def _described(
+    predictor: Predictor, best: Layouts, chosen: list[tuple[str, Layouts]]
+) -> tuple[Alternative, ...]:
+    winner, *others = predictor.candidates(Layouts.joined([best, *(layout for _, layout in chosen)]))
+    problem = predictor.problem
     found = []
-    for row, (column, layout) in enumerate(chosen, 1):
-        peak = float(memory.peak_bytes[row])
-        fits = peak <= problem.capacity_bytes
-        categories = {name: float(values[row]) for name, values in memory.parts.items()}
-        reason = lost_by(parts[row], parts[0]) if fits else too_large(peak, categories, problem)
-        if fits and column in _NUMERICS:
+    for (column, _), other in zip(chosen, others, strict=True):
+        peak, layout = other.peak, other.layout
+        fits = peak.value <= problem.capacity_bytes
+        reason = lost_by(other.parts_s, winner.parts_s)
+        if not fits:
+            reason = too_large(peak.value, other.memory_bytes, problem)
+        elif column in _NUMERICS:
             reason += ", other numbers"
-        plain = layout.row(0)
-        found.append(Alternative(column, plain[column], plain, float(times.step_s[row]), peak, fits, reason))
+        found.append(Alternative(column, layout[column], layout, other.step, peak, fits, reason))
     return tuple(found)
 
 

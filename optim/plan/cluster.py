@@ -45,6 +45,11 @@ class Device:
         """A copy with other figures."""
         return replace(self, **changes)
 
+    @property
+    def is_processor(self) -> bool:
+        """Whether it is a CPU, whose memory is the host's."""
+        return self.family == "cpu"
+
     def peak(self, precision: str) -> float:
         """Dense peak of a precision in FLOP/s; fp32's where there is no unit for tf32. Raises ``UsageError``."""
         for name in (

@@ -31,7 +31,7 @@ from trine.optim.plan.measured import HERE, measured_cluster
 from trine.optim.plan.units import Bandwidth, parse_bytes
 from trine.record.errors import UsageError
 
-__all__ = ["cluster_from_table", "cluster_names", "cluster_of"]
+__all__ = ["cluster_from_table", "cluster_names", "cluster_of", "sized"]
 
 _KEYS = (
     "name",
@@ -76,7 +76,7 @@ def cluster_of(source: str | Path, devices: int | None = None) -> Cluster:
         found = cluster_from_table(read_toml(path, "cluster"), path.stem, str(path))
     else:
         found = _usual(str(source), known)
-    return found if devices is None else _sized(found, devices)
+    return found if devices is None else sized(found, devices)
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -127,8 +127,8 @@ def _usual(source: str, known: Mapping[str, Any]) -> Cluster:
     return Cluster(device, facts.node, 1, inside, default_link(device, between=True), name=device.name)
 
 
-def _sized(cluster: Cluster, devices: int) -> Cluster:
-    """The same nodes, as many as hold these devices."""
+def sized(cluster: Cluster, devices: int) -> Cluster:
+    """The same nodes, as many as hold these devices, or a part of one. Raises ``UsageError``."""
     if devices < 1:
         raise UsageError(f"devices must be at least 1, not {devices}")
     per_node = cluster.devices_per_node
@@ -138,11 +138,11 @@ def _sized(cluster: Cluster, devices: int) -> Cluster:
     if devices % per_node:
         fewer, more = devices // per_node * per_node, math.ceil(devices / per_node) * per_node
         raise UsageError(
-            f"{devices} devices fill no whole number of {cluster.name}'s nodes of {per_node}: take {fewer} or {more}"
+            f"{devices} devices fill no whole number of {cluster.name or 'the cluster'}'s nodes of {per_node}: take {fewer} or {more}"
         )
     if devices > per_node and cluster.between is None:
         raise UsageError(
-            f"{devices} devices are {devices // per_node} nodes of {cluster.name}, and it does not say what links nodes: "
+            f"{devices} devices are {devices // per_node} nodes of {cluster.name or 'the cluster'}, and it does not say what links nodes: "
             'between = "400 Gb/s NDR InfiniBand"'
         )
     return cluster.with_changes(nodes=devices // per_node)

@@ -2,7 +2,7 @@
 
 Divisibility (heads, keys and values, feed-forward, layers, experts, sequence), topology (tensor ranks inside a node), the
 global batch, and what schedules, ZeRO and offload ask for. Memory is weighed apart (:mod:`trine.optim.plan.search`): it needs an
-estimate, not a rule.
+estimate, not a rule, and what saves it has rules of its own (:mod:`trine.optim.plan.saving_constraints`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from trine.optim.plan.layouts import KINDS, PRECISIONS, RECOMPUTATIONS, SCHEDULES, Integers
+from trine.optim.plan.layouts import (
+    KINDS,
+    PRECISIONS,
+    SCHEDULES,
+    Integers,
+)
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.schedules import Shape, schedules
 
@@ -23,7 +28,6 @@ __all__ = [
     "CHOICES",
     "EXPERTS",
     "RANKS",
-    "SAVINGS",
     "STAGES",
     "Constraint",
     "Mask",
@@ -350,6 +354,17 @@ def _compression_words(problem: Problem, row: Mapping[str, int]) -> str:
     return f"compression {KINDS['compression'][row['compression']]} has nothing to compress: data and context are 1"
 
 
+def _buckets(problem: Problem, rows: Rows) -> Mask:
+    # Under ZeRO 3 a layer is what is reduced at once.
+    reduced = (rows["data"] * rows["context"] > 1) & (rows["zero_stage"] < 3)
+    settled = "bucket_bytes" in problem.pins
+    return np.asarray(reduced | (rows["bucket_bytes"] == 0) | settled)
+
+
+def _buckets_words(problem: Problem, row: Mapping[str, int]) -> str:
+    return "buckets are of gradients that several ranks reduce below zero_stage 3"
+
+
 CHOICES = (
     Constraint("zero", _zero_ranks, _zero_ranks_words),
     Constraint("zero in pipelines", _zero_pipeline, _zero_pipeline_words),
@@ -357,39 +372,6 @@ CHOICES = (
     Constraint("sequence parallelism", _split, _split_words),
     Constraint("two levels", _two_level, _two_level_words),
     Constraint("compression", _compression, _compression_words),
+    Constraint("buckets", _buckets, _buckets_words),
     Constraint("precision", _precision, _precision_words),
-)
-
-
-# --- what saves memory ---------------------------------------------------------------------------
-
-
-def _offload(problem: Problem, rows: Rows) -> Mask:
-    alone = rows["data"] * rows["context"] == 1
-    return np.asarray((rows["parameter_offload"] == 0) | (rows["zero_stage"] == 3) | alone)
-
-
-def _offload_words(problem: Problem, row: Mapping[str, int]) -> str:
-    return f"parameter_offload needs zero_stage 3, not {row['zero_stage']}: whole parameters are used where they are"
-
-
-def _budget(problem: Problem, rows: Rows) -> Mask:
-    is_budget = rows["recompute"] == RECOMPUTATIONS.index("budget")
-    most = -(-problem.workload.layers // rows["pipeline"])
-    within = (rows["recomputed_layers"] >= 1) & (rows["recomputed_layers"] <= most)
-    return np.asarray(np.where(is_budget, within, rows["recomputed_layers"] == 0))
-
-
-def _budget_words(problem: Problem, row: Mapping[str, int]) -> str:
-    if row["recompute"] != RECOMPUTATIONS.index("budget"):
-        return f"recomputed_layers {row['recomputed_layers']} needs recompute=budget"
-    most = -(-problem.workload.layers // row["pipeline"])
-    return (
-        f"recompute=budget needs recomputed_layers from 1 to a stage's {most}, not {row['recomputed_layers']}"
-    )
-
-
-SAVINGS = (
-    Constraint("offload", _offload, _offload_words),
-    Constraint("budget", _budget, _budget_words),
 )

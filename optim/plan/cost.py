@@ -27,6 +27,10 @@ class Range:
         """All three."""
         return Range(self.value * factor, self.low * factor, self.high * factor)
 
+    def dividing(self, amount: float) -> Range:
+        """So much of something for each of these: a rate, which is low where they are high."""
+        return Range(amount / self.value, amount / self.high, amount / self.low)
+
 
 @dataclass(frozen=True, slots=True)
 class RunCost:

@@ -23,6 +23,7 @@ __all__ = [
     "COMPRESSIONS",
     "DEFAULTS",
     "KINDS",
+    "OFFLOADED",
     "OFFLOADS",
     "PRECISIONS",
     "RECOMPUTATIONS",
@@ -49,6 +50,8 @@ RECOMPUTATIONS = ("none", "selective", "full", "budget")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 #: Where optimizer state, parameters or activations lie. ``remote``: another node's memory; planned and costed, not run.
 OFFLOADS = ("none", "cpu", "nvme", "remote")
+#: Columns of :data:`OFFLOADS`.
+OFFLOADED = ("optimizer_offload", "parameter_offload", "activation_offload")
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "qsgd", "powersgd", "onebit", "terngrad")
 
 #: Columns that hold codes, and what the codes stand for.
@@ -56,9 +59,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTATIONS,
     "precision": PRECISIONS,
-    "optimizer_offload": OFFLOADS,
-    "parameter_offload": OFFLOADS,
-    "activation_offload": OFFLOADS,
+    **dict.fromkeys(OFFLOADED, OFFLOADS),
     "compression": COMPRESSIONS,
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.memory import memory_of
+from trine.optim.plan.memory_traits import memory_spread
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.search import Searcher
 
@@ -24,9 +25,11 @@ _MOST_SEQUENCES, _MOST_TOKENS = 2**16, 2**27
 @dataclass(frozen=True, slots=True)
 class Limit:
     """``value``: sequences of a micro-batch, or tokens of a sequence; ``layout`` that reaches it; ``bounded`` False: more was not
-    tried."""
+    tried. ``low`` and ``high``: what fits if the memory is at the high or the low end of its own interval; 0: not even one."""
 
     value: int
+    low: int
+    high: int
     layout: dict[str, int | str]
     bounded: bool = True
 
@@ -39,54 +42,43 @@ class Limits:
     context: Limit | None
 
 
+#: Whether so many (sequences, or units of tokens) fit where memory is so many times what is predicted: the layout that does.
+_Fits = Callable[[int, float], Layouts | None]
+
+
 def limits_of(problem: Problem, layout: Layouts) -> Limits:
     """Of one layout, all else as it is."""
-
-    def fits_sequences(size: int) -> bool:
-        return _fits(problem, layout.with_changes(micro_batch=size)) is not None
-
     unit = _token_unit(problem, layout)
-
-    def fits_tokens(units: int) -> bool:
-        longer = _longer(problem, units * unit)
-        return _fits(longer, layout.with_changes(micro_batch=1)) is not None
-
-    size, bounded = _largest(fits_sequences, _MOST_SEQUENCES)
-    units, all_tried = _largest(fits_tokens, max(_MOST_TOKENS // unit, 1))
-    row = layout.row(0)
-    return Limits(
-        Limit(size, {**row, "micro_batch": size}, bounded) if size else None,
-        Limit(units * unit, {**row, "micro_batch": 1}, all_tried) if units else None,
-    )
+    return _limits(problem, lambda size: layout.with_changes(micro_batch=size), unit)
 
 
 def limits_of_any(searcher: Searcher) -> Limits:
     """Of all shapes, with whatever recomputation serves, on the devices' own memory."""
-    problem = searcher.problem
     ones = _distinct(searcher.shapes)
-    held: dict[int, Layouts] = {}
+    unit = searcher.problem.workload.sequence
+    return _limits(searcher.problem, lambda size: _saving(ones.with_changes(micro_batch=size)), unit)
 
-    def fits_sequences(size: int) -> bool:
-        found = _fits(problem, _saving(ones.with_changes(micro_batch=size)))
-        if found is not None:
-            held[size] = found
-        return found is not None
 
-    size, bounded = _largest(fits_sequences, _MOST_SEQUENCES)
-    reached: dict[int, Layouts] = {}
-    unit = problem.workload.sequence
+def _limits(problem: Problem, of_size: Callable[[int], Layouts], unit: int) -> Limits:
+    """``of_size``: the layouts to choose from, with micro-batches of so many sequences; ``unit``: of tokens."""
 
-    def fits_tokens(units: int) -> bool:
-        found = _fits(_longer(problem, units * unit), _saving(ones.with_changes(micro_batch=1)))
-        if found is not None:
-            reached[units] = found
-        return found is not None
+    def sequences(size: int, factor: float) -> Layouts | None:
+        return _fits(problem, of_size(size), factor)
 
-    units, all_tried = _largest(fits_tokens, max(_MOST_TOKENS // unit, 1))
-    return Limits(
-        Limit(size, held[size].row(0), bounded) if size else None,
-        Limit(units * unit, reached[units].row(0), all_tried) if units else None,
-    )
+    def tokens(units: int, factor: float) -> Layouts | None:
+        return _fits(_longer(problem, units * unit), of_size(1), factor)
+
+    return Limits(_limit(sequences, _MOST_SEQUENCES, 1), _limit(tokens, max(_MOST_TOKENS // unit, 1), unit))
+
+
+def _limit(fits: _Fits, most: int, unit: int) -> Limit | None:
+    """The largest number of units that fits, with its interval."""
+    spread = memory_spread()
+    value, layout, bounded = _largest(fits, most, 1.0)
+    if layout is None:
+        return None
+    low, high = (_largest(fits, most, factor)[0] for factor in (spread.high, spread.low))
+    return Limit(value * unit, low * unit, high * unit, layout.row(0), bounded)
 
 
 def _token_unit(problem: Problem, layout: Layouts) -> int:
@@ -113,24 +105,29 @@ def _distinct(shapes: Layouts) -> Layouts:
     return shapes.take(order[first])
 
 
-def _fits(problem: Problem, layouts: Layouts) -> Layouts | None:
-    """The leanest of these, where it fits."""
+def _fits(problem: Problem, layouts: Layouts, factor: float) -> Layouts | None:
+    """The leanest of these, where it fits with ``factor`` times what is predicted."""
     found = memory_of(problem.workload, problem.cluster, problem.stack, layouts).peak_bytes
     least = int(np.argmin(found))
-    return layouts.take([least]) if found[least] <= problem.capacity_bytes else None
+    return layouts.take([least]) if factor * found[least] <= problem.capacity_bytes else None
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> tuple[int, bool]:
-    """The largest number from 1 to ``most`` that fits, 0 for none, by doubling and halving; whether the next was tried."""
-    if not fits(1):
-        return 0, True
-    low = 1
-    while low < most and fits(min(2 * low, most)):
-        low = min(2 * low, most)
-    if low >= most:
-        return most, False
-    high = min(2 * low, most)
+def _largest(fits: _Fits, most: int, factor: float) -> tuple[int, Layouts | None, bool]:
+    """The largest number from 1 to ``most`` that fits, 0 for none, by doubling and halving; what reaches it; whether the next
+    was tried."""
+    low, reached = 1, fits(1, factor)
+    if reached is None:
+        return 0, None, True
+    while low < most:
+        high = min(2 * low, most)
+        more = fits(high, factor)
+        if more is None:
+            break
+        low, reached = high, more
+    else:
+        return most, reached, False
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low, True
+        more = fits(middle, factor)
+        low, high, reached = (low, middle, reached) if more is None else (middle, high, more)
+    return low, reached, True

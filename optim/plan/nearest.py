@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from trine.optim.plan.columns import Column
-from trine.optim.plan.layouts import KINDS, Layouts
+from trine.optim.plan.layouts import KINDS, OFFLOADED, Layouts
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.problem import Pins, Problem, divisors
 from trine.optim.plan.reasons import layout_words, too_large
 from trine.optim.plan.search import Searcher
-from trine.optim.plan.space import OFFLOADED, NothingKept, savings, shapes
+from trine.optim.plan.space import NothingKept, savings, savings_words, shapes
 from trine.record.errors import UsageError
 
 __all__ = ["distance", "leanest_words", "refusal"]
@@ -36,7 +36,7 @@ def leanest_words(searcher: Searcher) -> str:
     row = int(np.argmin(searcher.leanest_bytes))
     every, _ = savings(searcher.problem, searcher.shapes.take([row]), ("recompute", *OFFLOADED))
     if not len(every):
-        return "the pins of offload and recomputation leave nothing to choose from"
+        return savings_words(searcher.problem, searcher.shapes.take([row]))
     peaks = searcher.peak_bytes(every)
     least = int(np.argmin(peaks))
     problem = searcher.problem

@@ -6,16 +6,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from trine.optim.plan.candidates import Candidate
 from trine.optim.plan.cluster import Cluster, Link
 from trine.optim.plan.cost import Range, RunCost
 from trine.optim.plan.layouts import KINDS
 from trine.optim.plan.limits import Limit, Limits
-from trine.optim.plan.planning import Candidate, Plan
+from trine.optim.plan.planning import Plan
 from trine.optim.plan.problem import Problem
 
 __all__ = ["SCHEMA", "plan_to_dict"]
@@ -46,8 +46,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
                 "column": one.column,
                 "value": one.value,
                 "layout": one.layout,
-                "step_s": _finite(one.step_s),
-                "peak_bytes": _finite(one.peak_bytes),
+                "step_s": _range(one.step),
+                **_peak(one.peak),
                 "fits": one.fits,
                 "reason": one.reason,
             }
@@ -96,6 +96,7 @@ def _options(problem: Problem) -> dict[str, Any]:
             name: [KINDS[name][value] if name in KINDS else value for value in values]
             for name, values in problem.pins.items()
         },
+        "searched": list(problem.searched),
     }
 
 
@@ -128,9 +129,9 @@ def _candidate(one: Candidate, rank: int | None, plan: Plan) -> dict[str, Any]:
         "source": one.source,
         "parts_s": one.parts_s,
         "tokens_per_s": _range(one.tokens_per_s),
-        "mfu": {"value": one.mfu, "convention": plan.convention, "peak_of": one.mfu_precision},
+        "mfu": {**_range(one.mfu), "convention": plan.convention, "peak_of": one.mfu_precision},
         "memory": {
-            "peak_bytes": one.peak_bytes,
+            **_peak(one.peak),
             "capacity_bytes": plan.problem.cluster.device.memory_bytes,
             "usable_bytes": plan.problem.capacity_bytes,
             "stage": one.stage,
@@ -161,12 +162,19 @@ def _range(found: Range) -> dict[str, float]:
     return {"value": found.value, "low": found.low, "high": found.high}
 
 
+def _peak(found: Range) -> dict[str, float]:
+    return {"peak_bytes": found.value, "peak_low_bytes": found.low, "peak_high_bytes": found.high}
+
+
 def _limits(limits: Limits) -> dict[str, Any]:
     return {"micro_batch": _limit(limits.micro_batch), "context_tokens": _limit(limits.context)}
 
 
 def _limit(limit: Limit | None) -> dict[str, Any] | None:
-    return None if limit is None else {"value": limit.value, "layout": limit.layout, "bounded": limit.bounded}
+    if limit is None:
+        return None
+    names = ("value", "low", "high", "layout", "bounded")
+    return {name: getattr(limit, name) for name in names}
 
 
 def _jitter(plan: Plan) -> Mapping[str, float] | None:
@@ -174,7 +182,3 @@ def _jitter(plan: Plan) -> Mapping[str, float] | None:
         return None
     names = ("low_s", "median_s", "high_s", "mean_low_s", "mean_s", "mean_high_s")
     return {name: float(getattr(plan.jitter, name)) for name in names}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

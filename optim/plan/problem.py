@@ -19,7 +19,7 @@ from trine.optim.plan.units import parse_bytes
 from trine.optim.plan.workload import Workload
 from trine.record.errors import UsageError
 
-__all__ = ["Pins", "Problem", "divisors", "parse_pins"]
+__all__ = ["SEARCHABLE", "Pins", "Problem", "divisors", "parse_pins", "parse_searched"]
 
 #: Column → the values that it may have; kinds as codes.
 Pins = Mapping[str, tuple[int, ...]]
@@ -28,13 +28,18 @@ Pins = Mapping[str, tuple[int, ...]]
 USUAL_TOKENS = 4 * 2**20
 #: Every value that a pinned kind has.
 _ANY = "any"
+#: What is searched where it is asked for: it changes numbers (precision, compression), or no software runs it (another node's
+#: memory).
+SEARCHABLE = ("precision", "compression", "remote")
+_EVERY = "all"
 #: The largest count that is believed of a pin.
 _MOST = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``headroom``: the share of a device's memory that stays free. ``batch_is_usual``: nobody said the batch."""
+    """``headroom``: the share of a device's memory that stays free. ``batch_is_usual``: nobody said the batch. ``searched``: of
+    :data:`SEARCHABLE`, what is searched."""
 
     workload: Workload
     cluster: Cluster
@@ -43,6 +48,7 @@ class Problem:
     headroom: float = 0.1
     pins: Pins = field(default_factory=dict)
     batch_is_usual: bool = False
+    searched: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -54,6 +60,7 @@ class Problem:
         global_batch: int | None = None,
         headroom: float = 0.1,
         pins: Pins | None = None,
+        searched: Iterable[str] = (),
     ) -> Problem:
         """With the usual batch where none is given. Raises ``UsageError``."""
         if global_batch is not None and not 1 <= global_batch <= _MOST:
@@ -62,8 +69,14 @@ class Problem:
             raise UsageError(
                 f"memory headroom must be from 0 to below 1, not {headroom}: 0.1 leaves a tenth free"
             )
+        settled = sorted(set(pins or {}) & set(searched))
+        if settled:
+            raise UsageError(
+                f"{settled[0]} is pinned and searched: keep --pin {settled[0]}=… or --search {settled[0]}"
+            )
         batch = global_batch or _usual_batch(workload, cluster)
-        return cls(workload, cluster, stack, batch, headroom, dict(pins or {}), global_batch is None)
+        usual = global_batch is None
+        return cls(workload, cluster, stack, batch, headroom, dict(pins or {}), usual, tuple(searched))
 
     @property
     def devices(self) -> int:
@@ -148,6 +161,25 @@ def parse_pins(words: Iterable[str]) -> dict[str, tuple[int, ...]]:
             )
         found[name] = values
     return found
+
+
+def parse_searched(names: Iterable[str]) -> tuple[str, ...]:
+    """Of :data:`SEARCHABLE` those that are named, or ``all``; what is always searched may be named. Raises ``UsageError``."""
+    found: dict[str, None] = {}
+    for name in (
+        part.strip() for each in ([names] if isinstance(names, str) else names) for part in each.split(",")
+    ):
+        plain = name.replace("-", "_")
+        if plain == _EVERY:
+            found |= dict.fromkeys(SEARCHABLE)
+        elif plain in SEARCHABLE:
+            found[plain] = None
+        elif plain not in DEFAULTS:
+            raise UsageError(
+                f"--search: nothing is called {name!r}{near(plain, (*SEARCHABLE, *DEFAULTS))}: one of {', '.join(SEARCHABLE)}, or "
+                f"{_EVERY}; the rest of a layout is always searched"
+            )
+    return tuple(found)
 
 
 def _spelled(name: str, values: tuple[int, ...]) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trine.optim.plan.layouts import DEFAULTS, KINDS
+from trine.optim.plan.layouts import DEFAULTS, KINDS, OFFLOADED
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.units import spell_bytes
 
-__all__ = ["SAME", "bound_by", "layout_words", "lost_by", "part_words", "too_large"]
+__all__ = ["SAME", "batch_words", "bound_by", "layout_words", "lost_by", "part_words", "too_large"]
 
 #: Losses below this share of the best's step are none.
 SAME = 0.001
@@ -61,8 +61,14 @@ def _percent(share: float) -> str:
     return f"{share * 100:.0f} %" if share >= 0.095 else f"{share * 100:.1f} %"
 
 
+def batch_words(row: Mapping[str, int | str]) -> str:
+    """How a rank's share of the batch is cut: ``"16 micro-batches of 1"``."""
+    count, size = row["microbatches"], row["micro_batch"]
+    return f"{count} micro-batch{'' if count == 1 else 'es'} of {size}"
+
+
 def layout_words(row: Mapping[str, int | str], *, batch: bool = True) -> str:
-    """A layout without what is as usual: ``"tensor 8 · pipeline 8 · data 16 · interleaved x6 · 1 x 64 · ZeRO 1"``."""
+    """A layout without what is as usual: ``"tensor 8 · pipeline 8 · data 16 · interleaved x6 · 64 micro-batches of 1 · ZeRO 1"``."""
     found = [
         f"{name} {row[name]}"
         for name in ("tensor", "context", "expert", "pipeline", "data")
@@ -72,7 +78,7 @@ def layout_words(row: Mapping[str, int | str], *, batch: bool = True) -> str:
         chunks = f" x{row['chunks']}" if row["chunks"] != 1 else ""
         found.append(f"{row['schedule']}{chunks}")
     if batch:
-        found.append(f"{row['micro_batch']} x {row['microbatches']}")
+        found.append(batch_words(row))
     if row["zero_stage"]:
         found.append(f"ZeRO {row['zero_stage']}" + (f" in groups of {row['shard']}" if row["shard"] else ""))
     if row["sequence"]:
@@ -80,11 +86,7 @@ def layout_words(row: Mapping[str, int | str], *, batch: bool = True) -> str:
     if row["recompute"] != "none":
         layers = f" {row['recomputed_layers']} layers" if row["recompute"] == "budget" else ""
         found.append(f"recompute {row['recompute']}{layers}")
-    found += [
-        f"{name.partition('_')[0]} on {row[name]}"
-        for name in ("optimizer_offload", "parameter_offload", "activation_offload")
-        if row[name] != "none"
-    ]
+    found += [f"{name.partition('_')[0]} on {row[name]}" for name in OFFLOADED if row[name] != "none"]
     for name in ("compression", "precision"):
         if row[name] != KINDS[name][DEFAULTS[name]]:
             found.append(f"{row[name]} gradients" if name == "compression" else str(row[name]))

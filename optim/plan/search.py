@@ -16,11 +16,11 @@ import numpy as np
 
 from trine.optim.plan.columns import Column
 from trine.optim.plan.constraints import Mask
-from trine.optim.plan.layouts import RECOMPUTATIONS, Integers, Layouts
+from trine.optim.plan.layouts import OFFLOADED, RECOMPUTATIONS, Integers, Layouts
 from trine.optim.plan.memory import MemoryEstimate, memory_of
 from trine.optim.plan.pareto import Staircase, front
 from trine.optim.plan.problem import Problem
-from trine.optim.plan.space import OFFLOADED, saving_choices, savings
+from trine.optim.plan.space import saving_choices, savings
 from trine.optim.plan.step import Estimates, predict
 
 __all__ = ["Found", "Searcher", "Tally"]
@@ -291,7 +291,10 @@ def _rounded(seconds: Column) -> Column:
 
 def _departures(layouts: Layouts) -> Integers:
     """How many columns are not as usual: of equal layouts the plainest is the best."""
-    names = ("zero_stage", "schedule", "chunks", "recompute", "two_level", "shard", *OFFLOADED)
+    names = (
+        *("zero_stage", "schedule", "chunks", "recompute", "two_level", "shard"),
+        *("compression", "bucket_bytes", *OFFLOADED),
+    )
     plain = Layouts.of()
     return np.asarray(sum((layouts[name] != plain[name][0]).astype(np.int64) for name in names))
 

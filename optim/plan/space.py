@@ -17,7 +17,6 @@ from trine.optim.plan.constraints import (
     CHOICES,
     EXPERTS,
     RANKS,
-    SAVINGS,
     STAGES,
     Constraint,
     Rows,
@@ -25,16 +24,29 @@ from trine.optim.plan.constraints import (
     kept,
     words_of,
 )
-from trine.optim.plan.layouts import DEFAULTS, RECOMPUTATIONS, SCHEDULES, Integers, Layouts
+from trine.optim.plan.layouts import (
+    DEFAULTS,
+    OFFLOADED,
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTATIONS,
+    SCHEDULES,
+    Integers,
+    Layouts,
+)
+from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.problem import Problem, divisors
+from trine.optim.plan.saving_constraints import SAVINGS
+from trine.optim.plan.waits import WIRE_BYTES
 
-__all__ = ["OFFLOADED", "NothingKept", "saving_choices", "savings", "shapes"]
+__all__ = ["BUCKETS", "NothingKept", "saving_choices", "savings", "savings_words", "shapes"]
 
 #: Micro-batches are tried up to so many sequences: matmuls gain nothing from more.
 _LARGEST_MICRO_BATCH = 64
 #: Parts of a stage's layers that a budget of recomputation is tried with.
 _BUDGETS = (0.25, 0.5, 0.75)
-OFFLOADED = ("optimizer_offload", "parameter_offload", "activation_offload")
+#: Bytes of buckets that are tried: DistributedDataParallel's own, and larger ones. 0: the software's own, whatever that is.
+BUCKETS = tuple(mebibytes * 2**20 for mebibytes in (25, 100, 400))
 
 
 class NothingKept(Exception):
@@ -131,20 +143,40 @@ def _choices(problem: Problem, rows: Rows) -> Rows:
         "zero_stage": problem.choices("zero_stage", (0, 1, 2, 3)),
         "sequence": problem.choices("sequence", (0, 1)),
         "two_level": problem.choices("two_level", (0, 1)),
-        "compression": problem.choices("compression", ("none",)),
-        "bucket_bytes": problem.choices("bucket_bytes", (0,)),
-        "precision": problem.choices("precision", (_usual_precision(problem),)),
+        "compression": problem.choices("compression", _compressions(problem)),
+        "bucket_bytes": problem.choices("bucket_bytes", _buckets(problem)),
+        "precision": problem.choices("precision", _precisions(problem)),
     }
     found = _times(rows, choices)
     return _with_shard_groups(problem, found)
 
 
-def _usual_precision(problem: Problem) -> str:
-    """The stack's where the device has it, else the best half precision, else single."""
-    for name in (problem.stack.precision, "bf16", "fp16", "fp32"):
-        if has_precision(problem, name):
-            return name
-    return problem.stack.precision
+def _compressions(problem: Problem) -> tuple[str, ...]:
+    """None; where they are searched, the one of the software's that sends the fewest bytes, too: no other is ever faster."""
+    if "compression" not in problem.searched:
+        return ("none",)
+    sizes = {name: WIRE_BYTES[name] for name in problem.abilities.choices["compression"]}
+    fewest = sorted((size, name) for name, size in sizes.items() if size is not None)
+    return ("none", *(name for _, name in fewest[:1]))
+
+
+def _buckets(problem: Problem) -> tuple[int, ...]:
+    """The software's own, which its constants were fitted with and none is faster than; smaller ones where those are large buffers."""
+    own = memory_traits(problem.stack).bucket_bytes
+    return (0, *(size for size in BUCKETS if 2 * size < own))
+
+
+def _precisions(problem: Problem) -> tuple[str, ...]:
+    """Where they are searched, all that the device has and that are not ever slower (fp32 beside tf32); else the stack's,
+    the best half precision, or single; on processors single."""
+    offered = problem.abilities.choices["precision"]
+    known = tuple(name for name in PRECISIONS if has_precision(problem, name))
+    if "precision" in problem.searched:
+        both = {"fp32", "tf32"} <= {*known} & {*offered}
+        return tuple(name for name in known if not (both and name == "fp32"))
+    first = ("fp32",) if problem.cluster.device.is_processor else ()
+    usual = (*first, problem.stack.precision, "bf16", "fp16", "fp32")
+    return (next((name for name in usual if name in known), problem.stack.precision),)
 
 
 def _with_shard_groups(problem: Problem, rows: Rows) -> Rows:
@@ -171,25 +203,40 @@ def _with_shard_groups(problem: Problem, rows: Rows) -> Rows:
 def saving_choices(problem: Problem) -> dict[str, tuple[int, ...]]:
     """Codes to try of recomputation and of each offload. Drives and hosts count only where the cluster has them."""
     found = {"recompute": problem.choices("recompute", RECOMPUTATIONS)}
+    cluster = problem.cluster
+    # What a processor would move to its host is there already.
+    usual = {"none": True, "cpu": not cluster.device.is_processor, "nvme": cluster.nvme is not None}
+    words = [word for word, there in usual.items() if there]
+    reached = "remote" in problem.searched and cluster.between is not None
+    far = (OFFLOADS.index("remote"),) if reached else ()
     for column in OFFLOADED:
-        usual = [
-            word for word in ("none", "cpu", "nvme") if word != "nvme" or problem.cluster.nvme is not None
-        ]
-        found[column] = problem.choices(column, usual)
+        settled = column in problem.pins
+        found[column] = problem.choices(column, words) + (() if settled else far)
     return found
 
 
 def savings(problem: Problem, chosen: Layouts, columns: Sequence[str]) -> tuple[Layouts, Integers]:
     """Each layout with every combination of ``columns`` of :func:`saving_choices`, and the row that each came from."""
+    rows = _saving_rows(problem, chosen, columns)
+    rows = {name: column[kept(SAVINGS, problem, rows)] for name, column in rows.items()}
+    return Layouts({name: rows[name] for name in DEFAULTS}), rows["row"]
+
+
+def savings_words(problem: Problem, chosen: Layouts) -> str:
+    """Which constraint leaves these layouts, as they are and with every saving, nothing."""
+    rows = _saving_rows(problem, chosen, ("recompute", *OFFLOADED))
+    if not len(rows["row"]):
+        return "the pins of offload and recomputation leave nothing to choose from"
+    return words_of(SAVINGS, problem, rows)
+
+
+def _saving_rows(problem: Problem, chosen: Layouts, columns: Sequence[str]) -> Rows:
     choices = saving_choices(problem)
     count = len(chosen)
     rows: Rows = {**chosen.columns, "row": np.arange(count)}
     rows = {name: column for name, column in rows.items() if name not in columns}
     rows = _times(rows, {name: choices[name] for name in columns})
-    if "recompute" in columns:
-        rows = _budgets(problem, rows)
-    rows = {name: column[kept(SAVINGS, problem, rows)] for name, column in rows.items()}
-    return Layouts({name: rows[name] for name in DEFAULTS}), rows["row"]
+    return _budgets(problem, rows) if "recompute" in columns else rows
 
 
 def _budgets(problem: Problem, rows: Rows) -> Rows:

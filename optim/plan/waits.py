@@ -30,10 +30,10 @@ from trine.optim.plan.ranks import (
 
 Flags = npt.NDArray[np.bool_]
 
-__all__ = ["Wait", "Waits", "waits_of"]
+__all__ = ["WIRE_BYTES", "Wait", "Waits", "waits_of"]
 
 #: Bytes of an element on the wire, by compression; None: the stack's own.
-_WIRE_BYTES = {
+WIRE_BYTES = {
     "none": None,
     "bf16": 2.0,
     "fp16": 2.0,
@@ -201,7 +201,7 @@ def _wire_bytes(conditions: Conditions, layouts: Layouts) -> Column:
     found = np.where(layouts.is_kind("precision", "fp16"), np.minimum(found, 2.0), found)
     found = np.where(layouts.is_kind("precision", "fp32", "tf32"), 4.0, found)
     for code, name in enumerate(COMPRESSIONS):
-        if (size := _WIRE_BYTES[name]) is not None:
+        if (size := WIRE_BYTES[name]) is not None:
             found = np.where(layouts["compression"] == code, np.minimum(size, found), found)
     return found
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as some
 from plan_problems import DENSE, MIXTURE, cluster, problem
 
 import trine
-from trine.optim.plan.cost import Range, parse_count, run_cost
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.limits import limits_of
 from trine.optim.plan.memory import memory_of
+from trine.optim.plan.memory_traits import memory_spread
 from trine.optim.plan.pareto import Staircase, front
 from trine.optim.plan.plan_json import plan_to_dict
 from trine.optim.plan.planning import Plan, plan
@@ -38,12 +38,13 @@ def test_a_plan_holds_together(tight: Plan) -> None:
     assert steps == sorted(steps) and len(steps) > 3
     for one in (*tight.ranked, *tight.front):
         assert sum(one.parts_s.values()) == pytest.approx(one.step.value)
-        assert sum(one.memory_bytes.values()) == pytest.approx(one.peak_bytes)
-        assert one.step.low < one.step.value < one.step.high
-        assert one.peak_bytes <= 0.9 * 6 * 2**30
+        assert sum(one.memory_bytes.values()) == pytest.approx(one.peak.value)
+        assert one.peak.value <= 0.9 * 6 * 2**30
+        for number in (one.step, one.tokens_per_s, one.mfu, one.peak):
+            assert number.low < number.value < number.high
         assert one.tokens_per_s.value == pytest.approx(64 * 4096 / one.step.value)
-        assert one.tokens_per_s.low < one.tokens_per_s.value < one.tokens_per_s.high
-        assert 0 < one.mfu < 1
+        assert one.mfu.value * one.step.value == pytest.approx(one.mfu.low * one.step.high)
+        assert 0 < one.mfu.value < 1
     degrees = {
         tuple(one.layout[name] for name in ("data", "context", "tensor", "expert", "pipeline"))
         for one in tight.ranked
@@ -54,12 +55,12 @@ def test_a_plan_holds_together(tight: Plan) -> None:
 
 def test_mfu_is_by_its_convention(tight: Plan) -> None:
     flops = DENSE.model_flops("megatron") * 64 * 4096 / 4
-    assert tight.best.mfu == pytest.approx(flops / tight.best.step.value / 312e12)
+    assert tight.best.mfu.value == pytest.approx(flops / tight.best.step.value / 312e12)
 
 
 def test_the_front_falls_in_memory_as_it_grows_in_time(tight: Plan) -> None:
     steps = [one.step.value for one in tight.front]
-    peaks = [one.peak_bytes for one in tight.front]
+    peaks = [one.peak.value for one in tight.front]
     assert len(steps) > 2 and steps == sorted(steps) and peaks == sorted(peaks, reverse=True)
 
 
@@ -68,7 +69,7 @@ def test_alternatives_change_what_they_say(tight: Plan) -> None:
     assert {"recompute", "micro_batch", "zero_stage"} <= changed
     for one in tight.alternatives:
         assert one.layout[one.column] == one.value != tight.best.layout[one.column]
-        assert one.fits == (one.peak_bytes <= tight.problem.capacity_bytes)
+        assert one.fits == (one.peak.value <= tight.problem.capacity_bytes)
         assert one.fits != one.reason.startswith("does not fit: ")
         assert one.reason.endswith("other numbers") == (
             one.fits and one.column in ("precision", "compression")
@@ -109,6 +110,10 @@ def test_limits_are_the_last_that_fit(tight: Plan) -> None:
     assert peak(best.with_changes(micro_batch=size)) <= room < peak(best.with_changes(micro_batch=size + 1))
     tokens, ones = found.context.value, best.with_changes(micro_batch=1)
     assert peak(ones, tokens) <= room < peak(ones, tokens + 256)
+    spread = memory_spread()
+    for limit, factor in ((found.context.low, spread.high), (found.context.high, spread.low)):
+        assert factor * peak(ones, limit) <= room < factor * peak(ones, limit + 256)
+    assert found.context.low < tokens < found.context.high
     assert tight.largest is not None and tight.largest.micro_batch is not None
     assert tight.largest.micro_batch.value >= size
 
@@ -201,7 +206,7 @@ def test_the_public_name_takes_objects_and_pins_as_a_mapping() -> None:
         ({"tokens": 1e9, "price": -1.0}, "price must be"),
         ({"memory_headroom": 1.0}, "memory headroom must be"),
         ({"global_batch": 0}, "global batch must be"),
-        ({"devices": 3}, "no whole number of nodes"),
+        ({"devices": 3}, "no whole number of test cluster's nodes"),
         ({"stack": "none such"}, "no software stack"),
     ],
 )
@@ -247,6 +252,12 @@ def test_the_json_is_strict_and_gives_the_layouts_back(tight: Plan) -> None:
     for entry, one in zip(content["rows"], tight.ranked, strict=True):
         assert Layouts.of(**entry["layout"]).row(0) == one.layout
         assert entry["step_s"]["value"] == one.step.value
+        assert entry["mfu"]["low"] < entry["mfu"]["value"] < entry["mfu"]["high"]
+        assert entry["memory"]["peak_low_bytes"] < one.peak.value < entry["memory"]["peak_high_bytes"]
+    for entry in content["alternatives"]:
+        assert entry["step_s"]["low"] < entry["step_s"]["value"] < entry["step_s"]["high"]
+        assert entry["peak_low_bytes"] < entry["peak_bytes"] < entry["peak_high_bytes"]
+    assert content["limits"]["context_tokens"]["low"] < content["limits"]["context_tokens"]["high"]
     assert content["workload"]["layers"] == 4 and content["cluster"]["devices"] == 4
     assert content["options"] == {
         "devices": 4,
@@ -255,6 +266,7 @@ def test_the_json_is_strict_and_gives_the_layouts_back(tight: Plan) -> None:
         "sequence": 4096,
         "memory_headroom": 0.1,
         "pins": {},
+        "searched": [],
     }
     assert content["jitter"] is None and "no-jitter" in {each["id"] for each in content["data_quality"]}
     assert content["search"]["weighed"] <= content["search"]["configurations"]
@@ -307,8 +319,11 @@ def test_a_layout_in_words_leaves_out_what_is_usual() -> None:
         microbatches=16,
         zero_stage=1,
     ).row(0)
-    assert layout_words(row) == "tensor 8 · pipeline 4 · data 2 · interleaved x5 · 2 x 16 · ZeRO 1"
-    assert layout_words(Layouts.of().row(0)) == "one device · 1 x 1"
+    assert (
+        layout_words(row)
+        == "tensor 8 · pipeline 4 · data 2 · interleaved x5 · 16 micro-batches of 2 · ZeRO 1"
+    )
+    assert layout_words(Layouts.of().row(0)) == "one device · 1 micro-batch of 1"
     away = Layouts.of(
         data=4, zero_stage=3, shard=2, optimizer_offload="cpu", recompute="budget", recomputed_layers=3
     )
@@ -370,19 +385,3 @@ def test_a_staircase_beats_what_any_of_its_points_beats(
         staircase.add(*(np.asarray([value], dtype=float) for value in point))
     beaten = staircase.beats(*(np.asarray([value], dtype=float) for value in other))[0]
     assert beaten == any(a <= other[0] and b <= other[1] for a, b in points)
-
-
-def test_counts_of_tokens() -> None:
-    assert [parse_count(text) for text in ("15T", "300 B", "1.4e12", "7")] == [15e12, 300e9, 1.4e12, 7.0]
-    for text in ("many", "0", "-3", "", "1e999", "5X"):
-        with pytest.raises(UsageError, match="no number of tokens"):
-            parse_count(text)
-
-
-def test_run_cost_by_hand() -> None:
-    # 1,000 steps of 10 s are 10,000 s; 8 devices for 10,000 s are 22.2 device-hours.
-    found = run_cost(Range(10.0, 8.0, 14.0), 1_000, 8, 1e6, 3.0)
-    assert found.days.value == pytest.approx(10_000 / 86_400)
-    assert found.device_hours.value == pytest.approx(22.2222, rel=1e-4)
-    assert found.price is not None and found.price.high == pytest.approx(93.333, rel=1e-4)
-    assert run_cost(Range(10.0, 8.0, 14.0), 1_000, 8, 1e6, None).price is None

@@ -7,12 +7,12 @@ import pytest
 from plan_problems import MIXTURE, problem
 
 from trine.optim.plan import search
-from trine.optim.plan.layouts import SCHEDULES
+from trine.optim.plan.layouts import OFFLOADED, SCHEDULES
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.pareto import front
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.search import Found, Searcher
-from trine.optim.plan.space import OFFLOADED, savings, shapes
+from trine.optim.plan.space import savings, shapes
 from trine.optim.plan.step import predict
 
 CASES = {

@@ -1,0 +1,57 @@
+"""What recomputation and offload ask of a layout, as constraints of :mod:`trine.optim.plan.constraints`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from trine.optim.plan.constraints import Constraint, Mask, Rows
+from trine.optim.plan.layouts import OFFLOADED, OFFLOADS, RECOMPUTATIONS
+from trine.optim.plan.problem import Problem
+
+__all__ = ["SAVINGS"]
+
+
+def _offload(problem: Problem, rows: Rows) -> Mask:
+    alone = rows["data"] * rows["context"] == 1
+    return np.asarray((rows["parameter_offload"] == 0) | (rows["zero_stage"] == 3) | alone)
+
+
+def _offload_words(problem: Problem, row: Mapping[str, int]) -> str:
+    return f"parameter_offload needs zero_stage 3, not {row['zero_stage']}: whole parameters are used where they are"
+
+
+def _host(problem: Problem, rows: Rows) -> Mask:
+    if not problem.cluster.device.is_processor:
+        return np.ones(len(rows["recompute"]), dtype=bool)
+    host = OFFLOADS.index("cpu")
+    return np.asarray(np.all([rows[column] != host for column in OFFLOADED], axis=0))
+
+
+def _host_words(problem: Problem, row: Mapping[str, int]) -> str:
+    column = next(name for name in OFFLOADED if row[name] == OFFLOADS.index("cpu"))
+    return f"{column}=cpu frees nothing: {problem.cluster.device.name} is a processor, and the host's memory is its own"
+
+
+def _budget(problem: Problem, rows: Rows) -> Mask:
+    is_budget = rows["recompute"] == RECOMPUTATIONS.index("budget")
+    most = -(-problem.workload.layers // rows["pipeline"])
+    within = (rows["recomputed_layers"] >= 1) & (rows["recomputed_layers"] <= most)
+    return np.asarray(np.where(is_budget, within, rows["recomputed_layers"] == 0))
+
+
+def _budget_words(problem: Problem, row: Mapping[str, int]) -> str:
+    if row["recompute"] != RECOMPUTATIONS.index("budget"):
+        return f"recomputed_layers {row['recomputed_layers']} needs recompute=budget"
+    most = -(-problem.workload.layers // row["pipeline"])
+    return (
+        f"recompute=budget needs recomputed_layers from 1 to a stage's {most}, not {row['recomputed_layers']}"
+    )
+
+
+SAVINGS = (
+    Constraint("offload", _offload, _offload_words),
+    Constraint("host", _host, _host_words),
+    Constraint("budget", _budget, _budget_words),
+)
