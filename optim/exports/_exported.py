@@ -30,6 +30,7 @@ class Exported:
 
     ``layout``: the planner's row, as ``Layouts.row`` gives it, where the configuration was made of one; ``lacks``: its columns
     that the configuration cannot say, each with a line. ``devices`` and ``nodes`` of the job, where they are known.
+    ``gradient_bytes``: of an element of the gradients that the plan's software sums in bf16, where a plan says its software.
     """
 
     config: Config
@@ -38,6 +39,7 @@ class Exported:
     devices: int | None = None
     nodes: int | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
+    gradient_bytes: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("devices", "nodes"):

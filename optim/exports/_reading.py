@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from trine.optim.config import Config
 from trine.optim.exports._exported import Exported
 from trine.optim.exports._from_layout import checked_row, config_of
+from trine.optim.plan.constants import stack_named
 from trine.optim.plan.layouts import Layouts
+from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.workload import LatentAttention, Workload
 from trine.record.errors import UnreadableInput, UsageError
 
@@ -85,9 +87,19 @@ def _of_plan(plan: Mapping[str, Any], where: str, row: int) -> Exported:
     if per_node is not None and (not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1):
         raise UnreadableInput(f"{where}: devices_per_node of its cluster is {per_node!r}, no whole number")
     try:
-        return exported_of_layout(layout, _workload(plan.get("workload")), per_node)
+        exported = exported_of_layout(layout, _workload(plan.get("workload")), per_node)
     except UsageError as error:
         raise UnreadableInput(f"{where}: {error}") from error
+    return replace(exported, gradient_bytes=_gradient_bytes(plan.get("stack")))
+
+
+def _gradient_bytes(stack: Any) -> float | None:
+    """What the plan's memory counted; None where it does not say its software, or names one that is not known here."""
+    name = stack.get("name") if isinstance(stack, Mapping) else None
+    try:
+        return memory_traits(stack_named(str(name))).bf16_gradient_bytes
+    except UsageError:
+        return None
 
 
 def _workload(table: Any) -> Workload | None:

@@ -21,8 +21,9 @@ TOOL = "Megatron-LM"
 _FSDP = "Megatron-FSDP"
 #: Schedules that it has, and the stages a rank that they need.
 _VIRTUAL_STAGES = {"1f1b": 1, "interleaved": 2, "interleaved1f1b": 2}
-#: Elements of gradients are float32 in Megatron's buckets: bf16 sets --accumulate-allreduce-grads-in-fp32 by itself.
-_GRADIENT_BYTES = 4
+#: Elements of gradients are float32 in Megatron's buckets: bf16 sets --accumulate-allreduce-grads-in-fp32 by itself,
+#: but for --grad-reduce-in-bf16.
+_GRADIENT_BYTES, _SHORT_GRADIENT_BYTES = 4, 2
 
 
 def export(exported: Exported) -> Written:
@@ -265,6 +266,13 @@ def _add_offload(flags: Flags, exported: Exported, account: Account) -> None:
         account.misses(f"offload.{key}", "is of tiers that Megatron-LM has not")
 
 
+def _has_short_gradients(exported: Exported) -> bool:
+    """Whether gradients are summed in bf16: asked for, or what the plan's memory and traffic count."""
+    config = exported.config
+    asked = config.communication.compression == "bf16" or exported.gradient_bytes == _SHORT_GRADIENT_BYTES
+    return asked and config.precision.dtype == "bf16"
+
+
 def _add_rest(flags: Flags, exported: Exported, account: Account) -> None:
     config = exported.config
     communication = config.communication
@@ -273,13 +281,16 @@ def _add_rest(flags: Flags, exported: Exported, account: Account) -> None:
         flags.add("--overlap-grad-reduce")  # as PyTorch does by default
         if config.zero.stage:
             flags.add("--overlap-param-gather")
+    is_short = _has_short_gradients(exported)
+    if is_short:
+        flags.add("--grad-reduce-in-bf16")
+        if communication.compression == "bf16":
+            account.says("communication.compression")
     if isinstance(communication.bucket_mib, int | float):
         account.says("communication.bucket_mib")
-        flags.add("--ddp-bucket-size", max(1, round(communication.bucket_mib * 2**20 / _GRADIENT_BYTES)))
+        width = _SHORT_GRADIENT_BYTES if is_short else _GRADIENT_BYTES
+        flags.add("--ddp-bucket-size", max(1, round(communication.bucket_mib * 2**20 / width)))
     account.misses("communication.bucket_mib", "it takes a number: --ddp-bucket-size")
-    if communication.compression == "bf16" and config.precision.dtype == "bf16":
-        account.says("communication.compression")
-        flags.add("--grad-reduce-in-bf16")
     account.misses(
         "communication.compression", "gradients travel in float32, or in bf16 beside precision.dtype = bf16"
     )

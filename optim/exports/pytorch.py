@@ -5,6 +5,7 @@ from __future__ import annotations
 from trine.optim.config import Config
 from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Exported
+from trine.optim.layout import arranged
 from trine.optim.techniques import refusals
 
 __all__ = ["NAME", "TOOL", "export"]
@@ -23,6 +24,7 @@ _OF_REPLICAS = (
     "communication.algorithm",
     "communication.nccl",
 )
+_DEGREES = ("parallel.tensor", "parallel.context", "parallel.pipeline", "parallel.expert")
 _COMPRESSION = "communication.compression"
 #: Keys that mean nothing without compression.
 _OF_COMPRESSION = (
@@ -61,8 +63,32 @@ def export(exported: Exported) -> Written:
     adapted = _without(adapted, dropped)
     for key, reason in dropped.items():
         account.misses(key, reason)
+    if exported.devices is not None and not dropped.keys().isdisjoint(_DEGREES):
+        adapted = _refitted(adapted, exported.devices, account)
     account.says(*adapted.changes())
     return account.written({"trine.toml": adapted.to_toml()})
+
+
+def _refitted(config: Config, devices: int, account: Account) -> Config:
+    """With a degree left out its ranks see batches of their own: over all of them the batch must divide."""
+    config = _without(config, dict.fromkeys(("parallel.data", "parallel.shard"), ""))
+    for key in ("parallel.data", "parallel.shard"):
+        account.misses(key, f'written as "auto": what is left out of {devices} ranks sees batches of its own')
+    ranks = arranged(config, 0, devices).data_ranks
+    whole = config.accumulation.global_batch
+    key = "parallel.microbatches" if config.parallel.pipeline > 1 else "accumulation.micro_batch"
+    planned = config[key]
+    if not isinstance(whole, int) or not isinstance(planned, int) or whole % (ranks * planned) == 0:
+        return config
+    fitting = [n for n in range(1, planned + 1) if whole % (ranks * n) == 0]
+    if not fitting:
+        account.misses(
+            "accumulation.global_batch",
+            f"{ranks} ranks see batches of their own then, and it does not divide over them: give another",
+        )
+        return _without(config, {"accumulation.global_batch": ""})
+    account.misses(key, f"{ranks} ranks see batches of their own then: written as {fitting[-1]}")
+    return config.with_changes({key: fitting[-1]})
 
 
 def _without(config: Config, keys: dict[str, str]) -> Config:

@@ -171,6 +171,27 @@ def test_what_is_no_layout_is_named(row: Any, words: str) -> None:
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "written", "named"),
+    [
+        (8, 2, "parallel.microbatches"),
+        (2, 1, "parallel.microbatches"),
+        (1, None, "accumulation.global_batch"),
+    ],
+)
+def test_a_degree_that_is_left_out_leaves_a_batch_that_divides(
+    microbatches: int, written: int | None, named: str
+) -> None:
+    row = {"data": 2, "tensor": 2, "context": 4 if microbatches > 2 else 2, "pipeline": 2}
+    exported = exported_of_layout({**row, "zero_stage": 0, "microbatches": microbatches}, cases.DENSE)
+    found = write("pytorch", exported)
+    config = Config.from_dict(tomllib.loads(found.text))
+    assert config.parallel.context == 1 and not refusals(config)
+    batch = Exported(config, devices=exported.devices).batch  # raises where it does not divide
+    assert batch.count == written or written is None
+    assert {"parallel.context", "parallel.data", named} <= cases.named(found)
+
+
 def test_degrees_that_do_not_fit_the_devices_are_named() -> None:
     config = Config().with_changes({"parallel.tensor": 4, "accumulation.micro_batch": 1})
     with pytest.raises(UsageError, match=r"parallel\.tensor = 4 must divide the 6 ranks"):

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from other_tools import run_with
 
 from trine.optim.config import Config
-from trine.optim.exports import Exported, write
-from trine.optim.exports._reading import exported_of_layout
+from trine.optim.exports import Exported, exported_from, write
+from trine.optim.exports._reading import SCHEMA, exported_of_layout
 
 
 def flags(exported: Exported) -> dict[str, str]:
@@ -81,6 +81,20 @@ def test_each_column(row: dict[str, Any], expected: dict[str, str]) -> None:
     written = write("megatron", exported)
     assert expected.items() <= cases.flags_of(written.text).items()
     assert not cases.named(written) & {*exported.config.changes(), *row}
+
+
+@pytest.mark.parametrize(("stack", "is_short"), [("megatron-core", True), ("megatron-lm-2023", False)])
+def test_gradients_are_as_wide_as_the_plan_counted_them(tmp_path: Path, stack: str, is_short: bool) -> None:
+    plan = {
+        "schema": SCHEMA,
+        "stack": {"name": stack},
+        "rows": [{"layout": {"data": 8, "bucket_bytes": 2**22}}],
+    }
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    found = flags(exported_from(path))
+    assert ("--grad-reduce-in-bf16" in found) is is_short
+    assert found["--ddp-bucket-size"] == str(2**21 if is_short else 2**20)  # elements
 
 
 def test_layers_under_a_budget_are_counted_in_every_virtual_stage() -> None:
