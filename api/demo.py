@@ -209,11 +209,12 @@ def _measure_machine(ranks: int, threads: int, device: str | None, tell: Tell) -
         known = calibrated(device, None) if device else calibrated(processor_name(), threads)
         if known is None or (ranks > 1 and not known.collective):
             collective = calibrate.measure_all_reduce(ranks) if ranks > 1 else {}
-            measured = (
-                calibrate.calibrate_device(0, collective)
-                if device
-                else calibrate.calibrate_cpu(threads, collective)
-            )
+            if known is not None:  # all else that a calibration measured is kept
+                measured = calibrate.with_collective(known, collective)
+            elif device:
+                measured = calibrate.calibrate_device(0, collective)
+            else:
+                measured = calibrate.calibrate_cpu(threads, collective)
             store_calibration(measured)
     except (TrineError, OSError, RuntimeError) as error:
         tell(f"      not calibrated: {' '.join(str(error).split())}")

@@ -1,7 +1,10 @@
 """Single collectives between ranks, and what computing loses while one is in flight.
 
     {"operation": "all_gather", "dtype": "fp32", "bytes": 1048576, "seconds": 9e-4}     bytes as nccl-tests counts them
-    {"operation": "overlap", "bytes": 16777216, "slowdown": 0.6}       seconds of computing lost a second of all-reduce
+    {"operation": "overlap", "bytes": 16777216, "slowdown": 0.6, "covered": 1.0}
+
+``slowdown`` is seconds of computing lost a second of all-reduce beside it, ``covered`` how long the computing took alone,
+as a share of the all-reduce alone: near 1, or the slow-down is of less than it says.
 
 Ranks that compute on the cores that also move the bytes lose time to a transfer that hides behind them: on a machine whose
 cores are all taken, nearly all of it. Every rank calls :func:`measure_collectives` alike, in the calibration's own group.
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,12 +25,16 @@ __all__ = ["measure_collectives"]
 
 SIZES_BYTES = (2**10, 2**16, 2**20, 2**23)
 REPEATS = 7
+#: To find how many products last as long as the all-reduce.
+_PASSES = 4
 #: What reduces adds elements up, so it has a time by dtype; what only moves bytes has one.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _REDUCING = ("all_reduce", "reduce_scatter")
 #: An all-reduce that is long enough to compute beside, and the products beside it.
 OVERLAPPED_BYTES = 2**24
 SIDE = 256
+#: On a device a product is to take far longer than its launch.
+DEVICE_SIDE = 1024
 
 Rows = list[dict[str, Any]]
 
@@ -46,7 +54,7 @@ def measure_collectives(device: torch.device) -> Rows:
                 run()
                 seconds = median(_timed(run, device) for _ in range(REPEATS))
                 found.append({"operation": operation, "dtype": name, "bytes": size, "seconds": seconds})
-    found.append({"operation": "overlap", "bytes": OVERLAPPED_BYTES, "slowdown": _slowdown(device)})
+    found.append({"operation": "overlap", "bytes": OVERLAPPED_BYTES, **_overlap(device)})
     return found
 
 
@@ -93,26 +101,33 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _slowdown(device: torch.device) -> float:
+def _overlap(device: torch.device) -> dict[str, float]:
     """Of one rank: products alone and beside an all-reduce, by what a second of the all-reduce costs them; 0 to 1.
 
-    Both take as long as the all-reduce alone, so that they overlap nearly all of it.
+    The products take as long as the all-reduce alone, so that they overlap nearly all of it.
     """
-    buffer, factor = _elements(OVERLAPPED_BYTES, device), torch.randn(SIDE, SIDE, device=device)
-    transfer = median(_timed(lambda: distributed.all_reduce(buffer), device) for _ in range(REPEATS))
-    one = median(_timed(lambda: torch.mm(factor, factor), device) for _ in range(REPEATS))
-    count = max(1, round(transfer / one))
+    side = SIDE if device.type == "cpu" else DEVICE_SIDE
+    buffer, factor = _elements(OVERLAPPED_BYTES, device), torch.randn(side, side, device=device)
 
-    def compute() -> None:
+    def products(count: int) -> None:
         for _ in range(count):
             torch.mm(factor, factor)
 
+    def seconds(run: Callable[[], Any]) -> float:
+        return median(_timed(run, device) for _ in range(REPEATS))
+
+    transfer = seconds(lambda: distributed.all_reduce(buffer))
+    # One alone is timed with a launch and a wait for the device, which many share. Ranks must make as many passes as each other.
+    count, alone = 1, seconds(partial(products, 1))
+    for _ in range(_PASSES):
+        count = max(1, round(count * transfer / alone))
+        alone = seconds(partial(products, count))
+
     def both() -> None:
         work = distributed.all_reduce(buffer, async_op=True)
-        compute()
+        products(count)
         work.wait()
 
-    alone = median(_timed(compute, device) for _ in range(REPEATS))
-    together = median(_timed(both, device) for _ in range(REPEATS))
-    hidden = min(alone, transfer)
-    return min(max((together - max(alone, transfer)) / hidden, 0.0), 1.0) if hidden > 0 else 0.0
+    together = seconds(both)
+    slowdown = (together - max(alone, transfer)) / min(alone, transfer)
+    return {"slowdown": min(max(slowdown, 0.0), 1.0), "covered": alone / transfer}

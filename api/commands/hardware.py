@@ -200,8 +200,8 @@ def _calibrate(ranks: int | None) -> None:
     from trine.profiler.calibrate import calibrate_all
 
     began = time.monotonic()
-    for peaks in calibrate_all(ranks, tell=lambda message: _tell(f"measuring {message}")):
-        peaks = replace(peaks, operations=[*peaks.operations, *_codecs(peaks, ranks)])
+    for device, peaks in calibrate_all(ranks, tell=lambda message: _tell(f"measuring {message}")):
+        peaks = replace(peaks, operations=[*peaks.operations, *_codecs(device, peaks, ranks)])
         try:
             path = store_calibration(peaks)
         except OSError as error:
@@ -213,13 +213,15 @@ def _calibrate(ranks: int | None) -> None:
     _tell(f"measured in {time.monotonic() - began:.0f} s")
 
 
-def _codecs(peaks: Peaks, ranks: int | None) -> list[dict[str, Any]]:
+def _codecs(device: Any, peaks: Peaks, ranks: int | None) -> list[dict[str, Any]]:
     """Codecs of gradients among as many ranks as links were measured between; where they fail the rest is kept."""
     from trine.optim.runtime.exchange.calibration import codecs_of
+    from trine.profiler.calibrate import torch_threads
 
     among = next((row["ranks"] for row in peaks.operations if "ranks" in row), ranks or 2)
     try:
-        return codecs_of(peaks.threads, among)
+        with torch_threads(peaks.threads):
+            return codecs_of(device, among)
     except (TrineError, RuntimeError, OSError) as error:
         _tell(f"left out: codecs: {' '.join(str(error).split())}")
         return []

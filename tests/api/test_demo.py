@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from trine.cli import main
 from trine.demo import DemoResult, Measured, Options, Outcome, run_demo
 from trine.optim import Config
 from trine.record.errors import UsageError
+from trine.record.hardware import Peaks, calibrated, processor_name, store_calibration
 
 pytest.importorskip("torch")
 
@@ -154,6 +156,38 @@ def test_predictions_together_shorten_what_is_left() -> None:
     outcome = Outcome(halves, Measured(0.5, 0.4, 0.6, 5), True, (0.5, 0.4, 0.6), ())
     left_out = replace(outcome, kept=False)
     assert _predicted_together((outcome, outcome, left_out), step) == pytest.approx(0.75)  # type: ignore[arg-type]
+
+
+def test_a_calibration_without_all_reduce_gets_one_and_keeps_all_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    from trine import demo
+    from trine.profiler import calibrate, observer_build
+
+    known = Peaks(
+        processor_name(),
+        {"fp32": 1e9},
+        2**30,
+        1e9,
+        None,
+        "by hand",
+        True,
+        1,
+        {},
+        None,
+        [{"operation": "codec"}],
+    )
+    collective = {"ranks": 2, "backend": "gloo", "alpha_s": 1e-4, "bytes_per_s": 1e9}
+    monkeypatch.setenv("TRINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(observer_build, "ensure_built", lambda wait: None)
+    monkeypatch.setattr(calibrate, "measure_all_reduce", lambda ranks: collective)
+    store_calibration(known)
+    told: list[str] = []
+    demo._measure_machine(2, 1, None, told.append)
+    assert told == [] and calibrated(known.name, 1) == replace(known, collective=collective)
+    device = calibrate.with_collective(replace(known, threads=None), collective)
+    assert device.operations == known.operations and device.link_bytes_per_s == 1e9  # 2·(2 − 1)/2 of it
 
 
 @pytest.mark.parametrize(

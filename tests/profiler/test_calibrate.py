@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import queue
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,11 +16,11 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from trine.cli import main
-from trine.profiler import calibrate
+from trine.profiler import calibrate, calibrate_ranks
 from trine.record.errors import TrineError
-from trine.record.hardware import calibrated, processor_name
+from trine.record.hardware import Peaks, calibrated, processor_name
 
-SIZES = calibrate.ALL_REDUCE_BYTES
+SIZES = calibrate_ranks.ALL_REDUCE_BYTES
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e12))
@@ -64,6 +68,103 @@ def test_the_command_keeps_what_it_measures(
     assert main(["hardware", "--format", "json", "--no-observer"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["processor"]["measured"][0]["flops_per_s"]["fp32"] == kept.flops_per_s["fp32"]
+
+
+def failing_on_the_last(device: torch.device) -> list[dict[str, Any]]:
+    """As other collectives of a calibration: on rank 1 of 2, or 0 of 1, they are refused."""
+    from torch import distributed
+
+    if distributed.get_rank() == distributed.get_world_size() - 1:
+        raise RuntimeError("no such collective\nand more")
+    distributed.barrier()
+    raise AssertionError
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Callable[..., queue.Queue[Any]]]:
+    """What the only rank of a calibration reports."""
+    threads = torch.get_num_threads()
+
+    def reported(others: Any) -> queue.Queue[Any]:
+        results: queue.Queue[Any] = queue.Queue()
+        calibrate_ranks._all_reduce_rank(0, 1, "gloo", calibrate_ranks._free_port(), results, others)
+        return results
+
+    yield reported
+    torch.set_num_threads(threads)
+
+
+def test_collectives_that_are_refused_leave_the_all_reduce(one_rank: Any) -> None:
+    times, rows, complaint = calibrate_ranks._results(one_rank(failing_on_the_last), [], 5, True)
+    assert len(times) == len(SIZES) and rows == []
+    assert complaint == "rank 0: RuntimeError: no such collective"
+    times, rows, complaint = calibrate_ranks._results(one_rank(lambda device: [{"bytes": 8}]), [], 5, True)
+    assert len(times) == len(SIZES) and rows == [{"bytes": 8}] and complaint is None
+
+
+def test_whoever_asks_for_the_all_reduce_pays_for_no_more(
+    one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = one_rank(None)
+    assert results.get_nowait()[0] == "times" and results.empty()
+    asked: list[object] = []
+    found = ({"ranks": 2}, [], None)
+    monkeypatch.setattr(calibrate_ranks, "_between_ranks", lambda *given: asked.append(given[2]) or found)
+    assert calibrate.measure_all_reduce(2) == {"ranks": 2} and asked == [None]
+
+
+def test_ranks_that_are_lost_after_the_all_reduce_do_not_take_it_along() -> None:
+    results: queue.Queue[Any] = queue.Queue()
+    results.put(("times", [1.0]))
+    dead = [SimpleNamespace(exitcode=-9)]
+    assert calibrate_ranks._results(results, dead, 5, True) == ([1.0], [], "a rank ended with code -9")
+    results.put(("times", [1.0]))
+    silent = [SimpleNamespace(exitcode=None)]
+    assert calibrate_ranks._results(results, silent, 0.1, True)[2] == "1 ranks took longer than 0 s"
+    with pytest.raises(TrineError, match="not measured: a rank ended with code -9"):
+        calibrate_ranks._results(results, dead, 5, True)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_at_other_collectives_does_not_take_the_all_reduce_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibrate_ranks, "measure_collectives", failing_on_the_last)
+    told: list[str] = []
+    collective, rows = calibrate.measure_links(2, tell=told.append)
+    assert float(collective["alpha_s"]) > 0 and rows == []
+    assert told == ["left out: other collectives: rank 1: RuntimeError: no such collective"]
+
+
+def test_what_fails_is_left_out_and_what_is_measured_is_given_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[int] = []
+
+    def cpu(threads: int, collective: Any) -> Peaks:
+        measured.append(threads)
+        if threads == 2:
+            raise RuntimeError("no fp16")
+        return Peaks("a CPU", {"fp32": 1.0}, None, None, None, "by hand", True, threads)
+
+    def refused(*given: Any, **named: Any) -> Any:
+        raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(calibrate, "usable_cores", lambda: 2)
+    monkeypatch.setattr(calibrate, "measure_links", refused)
+    monkeypatch.setattr(calibrate, "measure_operations", refused)
+    monkeypatch.setattr(calibrate, "calibrate_cpu", cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told: list[str] = []
+    found = calibrate.calibrate_all(tell=told.append)
+    device, peaks = next(found)
+    assert (device.type, peaks.threads, peaks.operations) == ("cpu", 1, []) and measured == [1]
+    assert list(found) == [] and measured == [1, 2]
+    assert [line for line in told if "left out" in line] == [
+        "left out: out of memory",
+        "left out: single operations: out of memory",
+        "left out: no fp16",
+    ]
 
 
 @pytest.mark.slow

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,7 @@ torch = pytest.importorskip("torch")
 from trine.cli import main
 from trine.optim.runtime.exchange import calibration
 from trine.optim.runtime.exchange.calibration import NAMES, codecs_of
-from trine.profiler import calibrate, calibrate_operations
+from trine.profiler import calibrate, calibrate_links, calibrate_operations
 from trine.record.hardware import Peaks, calibrated
 
 
@@ -31,9 +34,7 @@ def test_operations_are_measured_by_dtype_and_size(monkeypatch: pytest.MonkeyPat
 
 
 def test_codecs_send_fewer_bytes_in_the_ratio_of_their_bits() -> None:
-    before = torch.get_num_threads()
-    rows = {row["dtype"]: row for row in codecs_of(1)}
-    assert torch.get_num_threads() == before
+    rows = {row["dtype"]: row for row in codecs_of(torch.device("cpu"))}
     assert set(rows) == set(NAMES) and all(row["seconds"] > 0 for row in rows.values())
     assert rows["bf16"]["ratio"] == pytest.approx(2.0)
     assert rows["int8"]["ratio"] == pytest.approx(4.0, rel=0.05)  # and a scale for 64 codes
@@ -45,19 +46,63 @@ def test_codecs_that_fail_leave_the_rest_of_a_calibration(
 ) -> None:
     link = {"operation": "all_reduce", "bytes": 8, "seconds": 1e-3, "ranks": 4}
     peaks = Peaks("a machine", {}, None, None, None, "by hand", True, 1, {}, None, [link])
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
+    before = torch.get_num_threads()
 
-    def failing(threads: int | None, ranks: int = 2) -> list[dict[str, object]]:
-        asked.append(ranks)
+    def failing(device: torch.device, ranks: int = 2) -> list[dict[str, object]]:
+        asked.append((ranks, torch.get_num_threads()))
         raise RuntimeError("no such\ncodec")
 
     monkeypatch.setenv("TRINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(calibrate, "calibrate_all", lambda ranks, tell: [peaks])
+    monkeypatch.setattr(calibrate, "calibrate_all", lambda ranks, tell: [(torch.device("cpu"), peaks)])
     monkeypatch.setattr(calibration, "codecs_of", failing)
     assert main(["hardware", "--calibrate", "--no-observer"]) == 0
-    assert asked == [4] and "left out: codecs: no such codec" in capsys.readouterr().err
+    assert asked == [(4, 1)] and torch.get_num_threads() == before
+    assert "left out: codecs: no such codec" in capsys.readouterr().err
     kept = calibrated("a machine", 1)
     assert kept is not None and list(kept.operations) == [link]
+
+
+def test_codecs_of_a_second_kind_of_device_are_measured_on_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    devices = {name: torch.device("cuda", index) for index, name in ((0, "one kind"), (2, "another"))}
+    found = [(device, Peaks(name, {}, None, None, None, "by hand", True)) for name, device in devices.items()]
+    monkeypatch.setenv("TRINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibrate, "calibrate_all", lambda ranks, tell: found)
+    monkeypatch.setattr(calibration, "codecs_of", lambda device, ranks: [{"measured on": str(device)}])
+    assert main(["hardware", "--calibrate", "--no-observer"]) == 0
+    for name, device in devices.items():
+        kept = calibrated(name)
+        assert kept is not None and list(kept.operations) == [{"measured on": str(device)}]
+
+
+def test_products_beside_an_all_reduce_last_as_long_as_it_whatever_a_launch_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    def takes(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def timed(run: Callable[[], Any], device: torch.device) -> float:
+        began = now
+        run()
+        takes(1e-3)  # a launch, and the wait for the device
+        return now - began
+
+    monkeypatch.setattr(calibrate_links, "_timed", timed)
+    monkeypatch.setattr(calibrate_links.torch, "mm", lambda *factors: takes(1e-5))
+
+    def reduced(buffer: torch.Tensor, async_op: bool = False) -> Any:
+        takes(0.4e-2 if async_op else 1e-2)  # the slow-down, of what hides behind the products
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(calibrate_links.distributed, "all_reduce", reduced)
+    found = calibrate_links._overlap(torch.device("cpu"))
+    assert found["covered"] == pytest.approx(1.0, abs=0.1)
+    assert found["slowdown"] == pytest.approx(0.4, abs=0.1)
 
 
 @pytest.mark.slow
@@ -75,4 +120,5 @@ def test_links_and_the_overlap_are_measured_between_ranks() -> None:
     dtypes = {(row["operation"], row["dtype"]) for row in rows if row["operation"] != "overlap"}
     assert {dtype for operation, dtype in dtypes if operation == "all_reduce"} == {"fp32", "bf16"}
     assert {dtype for operation, dtype in dtypes if operation == "broadcast"} == {"fp32"}
-    assert 0 <= next(row["slowdown"] for row in rows if row["operation"] == "overlap") <= 1
+    overlap = next(row for row in rows if row["operation"] == "overlap")
+    assert 0 <= overlap["slowdown"] <= 1 and overlap["covered"] > 0

@@ -21,16 +21,10 @@ NAMES = ("bf16", "fp16", "int8", "qsgd", "powersgd", "onebit", "terngrad")
 SIDE = 1024
 
 
-def codecs_of(threads: int | None, ranks: int = 2) -> list[dict[str, Any]]:
-    """Each codec with so many of PyTorch's threads on the CPU, or on the first device where ``threads`` is None."""
-    device = torch.device("cpu" if threads is not None else "cuda")
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads or before)
-        sample = {"weight": torch.zeros(SIDE, SIDE, device=device)}
-        return [_row(name, sample, ranks, device) for name in NAMES]
-    finally:
-        torch.set_num_threads(before)
+def codecs_of(device: torch.device, ranks: int = 2) -> list[dict[str, Any]]:
+    """Each codec on this device, with as many of PyTorch's threads as there are now where that is the CPU."""
+    sample = {"weight": torch.zeros(SIDE, SIDE, device=device)}
+    return [_row(name, sample, ranks, device) for name in NAMES]
 
 
 def _row(name: str, sample: dict[str, torch.Tensor], ranks: int, device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,202 @@
+"""All-reduces between spawned ranks of this machine, and what else is measured in their group.
+
+A part that fails takes nothing along that was measured before it: whatever becomes of the other collectives, of the rank
+that measures them or of the time that they may take, the all-reduce is kept.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from trine.record.errors import TrineError
+from trine.record.hardware import fit_latency_bandwidth
+
+from .calibrate_links import measure_collectives
+
+__all__ = ["ALL_REDUCE_BYTES", "Rows", "Tell", "measure_all_reduce", "measure_links", "timed"]
+
+ALL_REDUCE_BYTES = tuple(2**exponent for exponent in (3, 10, 14, 17, 20, 22, 24))
+ALL_REDUCE_SECONDS = 90.0
+#: What a backend raises for what it cannot do, or where another rank is lost.
+_FAILURES = (RuntimeError, OSError, ValueError, TypeError, AttributeError)
+
+Tell = Callable[[str], None]
+Rows = list[dict[str, Any]]
+#: What else is measured in the group; every rank calls it alike.
+Others = Callable[[torch.device], Rows]
+
+
+def measure_all_reduce(ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS) -> dict[str, float | int | str]:
+    """α (``alpha_s``) and β (``bytes_per_s``) of an all-reduce between ``ranks`` processes of this machine.
+
+    NCCL with a device a rank where there are enough, else gloo with one thread a rank. Raises ``TrineError`` when the
+    ranks fail or take longer than ``seconds``; no process outlives the call.
+    """
+    return _between_ranks(ranks, seconds, None)[0]
+
+
+def measure_links(
+    ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS, tell: Tell = lambda message: None
+) -> tuple[dict[str, float | int | str], Rows]:
+    """:func:`measure_all_reduce`, and single times of other collectives (:mod:`trine.profiler.calibrate_links`).
+
+    Where the others fail, ``tell`` gets the reason, and the all-reduce stands alone.
+    """
+    collective, rows, complaint = _between_ranks(ranks, seconds, measure_collectives)
+    if complaint is not None:
+        tell(f"left out: other collectives: {complaint}")
+    return collective, rows
+
+
+def _between_ranks(
+    ranks: int, seconds: float, others: Others | None
+) -> tuple[dict[str, float | int | str], Rows, str | None]:
+    """The all-reduce, then what ``others`` measures in the same group, or why that was left out."""
+    backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "gloo"
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    port = _free_port()
+    workers = [
+        context.Process(
+            target=_all_reduce_rank, args=(rank, ranks, backend, port, results, others), daemon=True
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        times, rows, complaint = _results(results, workers, seconds, others is not None)
+    finally:
+        for worker in workers:
+            if worker.pid is not None:
+                worker.join(2)
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join(5)
+    alpha, beta = fit_latency_bandwidth(ALL_REDUCE_BYTES, times)
+    collective: dict[str, float | int | str] = {
+        "operation": "all_reduce",
+        "backend": backend,
+        "ranks": ranks,
+        "alpha_s": alpha,
+        "bytes_per_s": beta,
+    }
+    return collective, [{"backend": backend, "ranks": ranks, **row} for row in rows], complaint
+
+
+def _results(
+    results: Any, workers: Sequence[Any], seconds: float, with_others: bool
+) -> tuple[list[float], Rows, str | None]:
+    """Seconds of the all-reduce by size, rows of other collectives, and why these were left out."""
+    found: dict[str, Any] = {}
+    deadline = time.monotonic() + seconds
+    reason = f"{len(workers)} ranks took longer than {seconds:.0f} s"
+    while time.monotonic() < deadline:
+        try:
+            kind, value = results.get(timeout=0.1)
+        except queue.Empty:
+            dead = [worker for worker in workers if worker.exitcode not in (None, 0)]
+            if dead and results.empty():
+                reason = f"a rank ended with code {dead[0].exitcode}"
+                break
+            continue
+        found[kind] = value
+        is_done = not with_others or "rows" in found or "left out" in found
+        if "failed" in found or ("times" in found and is_done):
+            reason = found.get("left out") or found.get("failed")
+            break
+    if "times" not in found:
+        raise TrineError(f"the all-reduce was not measured: {reason}")
+    rows: Rows = found.get("rows", [])
+    return found["times"], rows, reason if with_others and not rows else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- in the ranks -------------------------------------------------------------------------------
+
+
+def _all_reduce_rank(
+    rank: int, ranks: int, backend: str, port: int, results: Any, others: Others | None
+) -> None:
+    """One of the spawned ranks: rank 0 reports the median seconds by size, each of them what went wrong."""
+    from torch import distributed
+
+    try:
+        torch.set_num_threads(1)
+        device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+        store = distributed.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=ALL_REDUCE_SECONDS)
+        )
+        distributed.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=ALL_REDUCE_SECONDS),
+            device_id=device if backend == "nccl" else None,
+        )
+        times = [_all_reduce_seconds(size, device) for size in ALL_REDUCE_BYTES]
+        if rank == 0:
+            results.put(("times", times))
+        if others is not None:
+            _measure_others(rank, device, results, others)
+        distributed.barrier()
+        distributed.destroy_process_group()
+    except _FAILURES as error:  # of anything else the exit code tells
+        results.put(("failed", _said(rank, error)))
+        raise SystemExit(1) from None
+
+
+def _measure_others(rank: int, device: torch.device, results: Any, others: Others) -> None:
+    """A backend that refuses one of these collectives must not take the all-reduce along."""
+    try:
+        rows = others(device)
+    except _FAILURES as error:
+        results.put(("left out", _said(rank, error)))
+    else:
+        if rank == 0:
+            results.put(("rows", rows))
+
+
+def _said(rank: int, error: Exception) -> str:
+    return f"rank {rank}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _all_reduce_seconds(size: int, device: torch.device) -> float:
+    from torch import distributed
+
+    buffer = torch.zeros(max(1, size // 4), device=device)
+    repeats = 20 if size <= 2**17 else 7
+    times = []
+    for _ in range(repeats + 2):
+        distributed.barrier()
+        times.append(timed(lambda: distributed.all_reduce(buffer), device))
+    return sorted(times[2:])[len(times[2:]) // 2]
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds; a device is waited for, which is fine where nobody trains."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
