@@ -24,6 +24,7 @@ from trine.record.errors import UnreadableInput, UsageError
 
 __all__ = [
     "APPLIED",
+    "CODECS",
     "Accumulation",
     "Activations",
     "Checkpointing",
@@ -36,6 +37,10 @@ __all__ = [
     "Precision",
     "Zero",
 ]
+
+#: What gradients may be compressed by → collectives of a bucket, where the plain exchange has one: two are an all-to-all
+#: and an all-gather.
+CODECS = {"bf16": 1, "fp16": 1, "int8": 2, "qsgd": 2, "powersgd": 2, "onebit": 2, "terngrad": 3}
 
 #: The keys that this version's runtime applies. Reports say of the others that they are to be set elsewhere; a test
 #: holds this equal to what the techniques answer for.
@@ -233,7 +238,7 @@ class Communication(_Section):
     overlap: bool | None = _key(None, bool)
     compression: str = _key(
         "none",
-        choices=("none", "bf16", "fp16", "int8", "qsgd", "powersgd", "onebit", "terngrad"),
+        choices=("none", *CODECS),
     )
     compression_levels: int | None = _key(None, int, least=1)
     compression_rank: int | None = _key(None, int, least=1)

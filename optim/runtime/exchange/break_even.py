@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trine.optim.config import CODECS
 from trine.optim.runtime.exchange import Bucket, Piece
 from trine.optim.runtime.exchange.choice import reduction_of
 from trine.optim.runtime.exchange.two_phase import Alone
@@ -33,8 +34,6 @@ SAMPLE_ELEMENTS = 2**20
 REPEATS = 3
 #: DDP's default bucket.
 BUCKET_BYTES = 25 * 2**20
-#: Collectives of a bucket, where the plain exchange has one.
-COLLECTIVES = {"bf16": 1, "fp16": 1, "powersgd": 2, "terngrad": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def estimate_of(assembly: Assembly, share: float = 1.0) -> Estimate:
     ratio, sample_s, elements = measure_codec(communication, shapes, facts.ranks, facts.device)
     codec_s = sample_s * total / elements * share
     buckets = max(1.0, size / BUCKET_BYTES)
-    extra = (COLLECTIVES.get(communication.compression, 2) - 1) * buckets
+    extra = (CODECS[communication.compression] - 1) * buckets
     saved = predicted_gain_s(size * share, ratio, link, 0.0, extra)
     return Estimate(communication.compression, ratio, saved, codec_s, link.bytes_per_s)
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trine.optim.config import CODECS
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._facts import require_plain
 from trine.optim.plan.whatif.transforms._transfers import contention, is_gradient, link_of, require_exchange
 
-__all__ = ["COLLECTIVES", "KEYS", "ORDER", "apply"]
+__all__ = ["KEYS", "ORDER", "apply"]
 
 KEYS = ("communication.compression",)
 ORDER = 60
-
-#: Collectives of a bucket, where the plain exchange has one; two where nothing is said (all-to-all, all-gather).
-COLLECTIVES = {"none": 1, "bf16": 1, "fp16": 1, "powersgd": 2, "terngrad": 3}
 
 
 def apply(graph: Graph, change: Change) -> Graph:
@@ -33,7 +31,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     require_plain(graph, KEYS[0])
     link = link_of(graph, change.times)
     codec, ratio = change.times.codec(name)
-    calls = COLLECTIVES.get(name, 2)
+    calls = CODECS[name]
 
     def changed(step: RankStep) -> list[Task]:
         factor = contention(step.tasks, link)
