@@ -39,7 +39,7 @@ def as_config(given: Any) -> Config:
     if isinstance(given, Config):
         return given
     if isinstance(given, Mapping):
-        if given and all(isinstance(key, str) and "." in key for key in given):
+        if given and all(isinstance(key, str) and ("." in key or key == "engine") for key in given):
             return Config().with_changes(given)  # key paths, as recommendations have them
         return Config.from_dict(given)
     if isinstance(given, (str, Path)):

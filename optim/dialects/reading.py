@@ -171,9 +171,10 @@ def mapping_of(
     """
     if isinstance(given, Mapping):
         return given, f"the {what} configuration"
+    article = "an" if what[0] in "AEIOU" else "a"
     if not isinstance(given, (str, Path)):
         raise UsageError(
-            f"a {what} configuration is given as the path of its file or as a dictionary, not as a {type(given).__name__}"
+            f"{article} {what} configuration is given as the path of its file or as a dictionary, not as a {type(given).__name__}"
         )
     path = Path(given)
     try:
@@ -185,7 +186,7 @@ def mapping_of(
         tables = parse(text)
     except (ValueError, RecursionError) as error:
         said = " ".join(str(error).split())
-        raise UnreadableInput(f"{path} cannot be read as a {what} configuration: {said}") from error
+        raise UnreadableInput(f"{path} cannot be read as {article} {what} configuration: {said}") from error
     if not isinstance(tables, Mapping):
         raise UnreadableInput(f"{path} holds no {what} configuration: it is no table of keys")
     return tables, str(path)

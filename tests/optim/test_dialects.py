@@ -242,6 +242,7 @@ def test_files_nested_without_end_are_no_json(tmp_path: Path) -> None:
     path.write_text('{"a":' * 100_000)
     assert "cannot be read as a DeepSpeed configuration" in said(path)
     assert "null byte" in said("a\0b")
+    assert "cannot be read as an Accelerate configuration" in said(path, read_accelerate)
 
 
 @pytest.mark.parametrize("table", [{"type": "Adam\n[zero]\nstage = 3"}, {"params": {"lr\n[zero]\nstage": 3}}])

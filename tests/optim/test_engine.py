@@ -343,6 +343,7 @@ def test_what_this_model_cannot_do() -> None:
     with pytest.raises(UsageError, match=r"compute\.attention: Linear"):
         trine.optimize(linear, optimizer, {"compute": {"attention": "sdpa"}})
     trine.optimize(linear, optimizer, {"compute": {"attention": "auto"}})
+    trine.optimize(linear, optimizer, {"compute.attention": "auto", "engine": "torch"})  # a path of one name
     with pytest.raises(UsageError, match=r'compute\.compile = "blocks": Linear'):
         trine.optimize(linear, optimizer, {"compute": {"compile": "blocks"}})
     half = torch.nn.Linear(4, 4, dtype=torch.bfloat16)

@@ -106,6 +106,19 @@ def test_a_fused_gate_and_w3_are_known() -> None:
         plan_of(nn.ModuleDict({"layers": nn.ModuleList([block(one=(8, 12), two=(16, 8))])}))
 
 
+def test_an_output_layer_of_another_name_is_told_what_is_known_and_a_plan_says_it() -> None:
+    from torch import nn
+
+    from trine.optim.runtime.tensor_plans import plan_of
+
+    attention = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("q", "k", "v", "back")})
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mixer": attention})])})
+    with pytest.raises(UsageError, match=r'not found among q, k, v, back \(known are .*"row" for each'):
+        plan_of(model)
+    styles = {"layers.*.mixer.back": "row"} | {f"layers.*.mixer.{name}": "column" for name in "qkv"}
+    assert len(plan_of(model, styles).blocks) == 1
+
+
 # --- the same training -------------------------------------------------------------------------
 
 

@@ -219,7 +219,11 @@ def _attention(name: str, module: nn.Module, styles: Mapping[str, str]) -> Atten
     if any(f"{name}.{inner}" in styles for inner in linears):
         return None  # the user says so himself
     if out is None:
-        raise UsageError(f"parallel.tensor: {name} is attention whose output layer is not found: {_WAY_OUT}")
+        names = ", ".join(sorted(_OUT))
+        raise UsageError(
+            f"parallel.tensor: {name} is attention whose output layer is not found among {', '.join(linears)} (known are "
+            f'{names}): name it so, or say "column", "qkv" or "row" for each of them in parallel.plan'
+        )
     heads, key_heads = _heads_of(name, module, parts, linears[out])
     columns = _of_attention(name, fused, (query, key, value), linears, heads, key_heads, linears[out])
     size = widths(linears[out])[0] // heads
