@@ -38,7 +38,7 @@ class Pipelined:
 def work_of(times: RankTimes, layouts: Layouts, row: int, *, messages: bool = True) -> Work:
     """Every stage's seconds on one micro-batch, in the order of the stages."""
     ranks, chunks = int(layouts["pipeline"][row]), int(layouts["chunks"][row])
-    middle, ends = _stage_layers(int(times.layers[row]), ranks, chunks)
+    middle, ends = (float(count) for count in stage_layers(times.layers[row], ranks * chunks))
     of_rank = float(times.middle_layers[row])
 
     def seconds(name: str) -> tuple[float, ...]:
@@ -55,17 +55,6 @@ def work_of(times: RankTimes, layouts: Layouts, row: int, *, messages: bool = Tr
 
     message_s = float(np.broadcast_to(times.message_s, len(layouts))[row]) if messages else 0.0
     return Work(seconds("forward_s"), seconds("input_s"), seconds("weight_s"), message_s)
-
-
-def _stage_layers(layers: int, ranks: int, chunks: int) -> tuple[float, float]:
-    """Of a middle stage, and of the first and the last."""
-    stages = ranks * chunks
-    if chunks > 1 and layers % stages and (layers + 2) % stages == 0:
-        # The first and the last may have an embedding or a head, and no layer.
-        each = (layers + 2) // stages
-        return float(each), float(each - 1)
-    middle, ends = stage_layers(layers, stages)
-    return float(middle), float(ends)
 
 
 def idle_of(

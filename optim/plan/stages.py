@@ -1,4 +1,4 @@
-"""How many of a model's layers each rank of a pipeline has."""
+"""How many of a model's layers each rank, or each stage, of a pipeline has."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from trine.optim.plan.columns import Column
 __all__ = ["stage_layers"]
 
 
-def stage_layers(layers: Any, pipeline: Any) -> tuple[Column, Column]:
-    """Layers of a middle rank, and of the first and last, which have one fewer where that makes all even."""
-    layers, ranks = np.asarray(layers, dtype=np.float64), np.asarray(pipeline, dtype=np.float64)
-    even = layers % ranks == 0
-    spared = (layers + 2) % ranks == 0
-    middle = np.where(even, layers / ranks, np.where(spared, (layers + 2) / ranks, np.ceil(layers / ranks)))
-    ends = np.where(even, middle, np.maximum(middle - 1, 1))
-    return middle, np.where(ranks == 1, layers, ends)
+def stage_layers(layers: Any, stages: Any) -> tuple[Column, Column]:
+    """Layers of a middle stage, and of the first and last, which have one fewer where that makes all even (an embedding or a
+    head in its place: then perhaps none), or where all layers have a place still."""
+    layers, count = np.asarray(layers, dtype=np.float64), np.asarray(stages, dtype=np.float64)
+    even = layers % count == 0
+    spared = (layers + 2) % count == 0
+    middle = np.where(even, layers / count, np.where(spared, (layers + 2) / count, np.ceil(layers / count)))
+    fewer = np.where(spared, middle - 1, np.maximum(middle - 1, 1))
+    holds = (count - 2) * middle + 2 * fewer >= layers
+    ends = np.where(even | ~holds, middle, fewer)
+    return middle, np.where(count == 1, layers, ends)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as some
 from plan_problems import DENSE, MIXTURE
 from plan_problems import cluster as small_cluster
 
@@ -13,7 +15,8 @@ from trine.optim.plan.columns import Conditions, Sizes
 from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.operators import layer_times
-from trine.optim.plan.ranks import crossing_share, place_elements, places_of
+from trine.optim.plan.ranks import Places, crossing_share, place_elements, places_of
+from trine.optim.plan.stages import stage_layers
 from trine.optim.plan.step import predict
 from trine.optim.plan.waits import Waits, waits_of
 from trine.optim.plan.workload import Workload
@@ -30,16 +33,71 @@ def waits(layouts: Layouts, workload: Workload = DENSE, stack: Stack = MOE, node
     return waits_of(Sizes.of(workload), Conditions.of(cluster(nodes=nodes), stack), layouts)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "gpt3-13b", "qwen3-30b-a3b", "mixtral-8x7b"])
-@pytest.mark.parametrize("pipeline", [1, 2, 4, 8])
-def test_elements_of_all_ranks_are_the_models_parameters(name: str, pipeline: int) -> None:
+MODELS = ("llama3-8b", "gpt3-13b", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
+powers = some.sampled_from([1, 2, 4, 8])
+
+
+@given(some.sampled_from(MODELS), powers, powers, powers, some.integers(1, 64), some.booleans())
+def test_elements_of_all_ranks_are_the_models_parameters(
+    name: str, tensor: int, expert: int, data: int, pipeline: int, expert_tensor: bool
+) -> None:
     workload = workload_of(name)
-    sizes, layouts = Sizes.of(workload), Layouts.of(pipeline=pipeline)
-    first, middle, last = np.add(*place_elements(sizes, False, layouts, places_of(sizes, layouts)))
-    found = first if pipeline == 1 else first + (pipeline - 2) * middle + last
-    # Both ends hold a tied table.
+    pipeline = min(pipeline, workload.layers)
+    assume(workload.layers % pipeline == 0 or (workload.layers + 2) % pipeline == 0)
+    expert = expert if workload.is_mixture and data * tensor % expert == 0 else 1
+    sizes, layouts = (
+        Sizes.of(workload),
+        Layouts.of(tensor=tensor, expert=expert, data=data, pipeline=pipeline),
+    )
+    shared, experts = (
+        sum(column[0] for column in each) for each in _of_ranks(sizes, expert_tensor, layouts, pipeline)
+    )
+    # Tensor ranks repeat norms, and both ends of a pipeline hold a tied table.
+    norms = workload.layers * workload.norm_parameters + workload.final_norm_parameters
     twice = workload.vocab * workload.hidden if workload.tied_embeddings and pipeline > 1 else 0
-    assert found[0] == workload.parameters + twice
+    ways = expert * (tensor if expert_tensor else 1)
+    routed = workload.mixture_layers * workload.experts * workload.expert_parameters
+    assert experts * ways == pytest.approx(routed, rel=1e-12)
+    found = tensor * shared - (tensor - 1) * norms - twice + experts * ways
+    assert found == pytest.approx(workload.parameters, rel=1e-12)
+
+
+def _of_ranks(
+    sizes: Sizes, expert_tensor: bool, layouts: Layouts, pipeline: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Of each rank of a pipeline, by the rule for one place after another."""
+    three = places_of(sizes, layouts)
+    middle, ends = (float(column[0]) for column in stage_layers(sizes.layers, layouts["pipeline"]))
+    found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    before = 0.0
+    for rank in range(pipeline):
+        layers = ends if rank in (0, pipeline - 1) else middle
+        dense = min(max(float(sizes.layers[0] - sizes.mixture_layers[0]) - before, 0.0), layers)
+        before += layers
+        mixture = layers - dense if sizes.mixture_layers[0] > 0 else 0.0
+        place = Places(
+            *(
+                np.asarray([[float(value)]])
+                for value in (rank, rank == 0, rank == pipeline - 1, layers, mixture)
+            )
+        )
+        if rank in (0, 1, pipeline - 1):
+            # The three that the planner looks at are these.
+            row = {0: 0, pipeline - 1: 2}.get(rank, 1) if rank else 0
+            for name in ("rank", "first", "last", "layers", "mixture"):
+                assert getattr(three, name)[row, 0] == getattr(place, name)[0, 0]
+        for kept, elements in zip(found, place_elements(sizes, expert_tensor, layouts, place), strict=True):
+            kept.append(elements[0])
+    return found
+
+
+@given(some.integers(1, 130), some.integers(1, 64))
+def test_stages_have_a_place_for_every_layer(layers: int, stages: int) -> None:
+    middle, ends = (float(column) for column in stage_layers(layers, stages))
+    held = layers if stages == 1 else (stages - 2) * middle + 2 * ends
+    assert held >= layers and middle - 1 <= ends <= max(middle, layers)
+    if layers % stages == 0 or (layers + 2) % stages == 0:
+        assert held == layers
 
 
 def test_experts_are_split_over_a_tensor_group_where_software_does() -> None:
