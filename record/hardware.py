@@ -11,6 +11,7 @@ carry where they come from in ``source``.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import logging
@@ -32,6 +33,7 @@ __all__ = [
     "calibrated",
     "fit_latency_bandwidth",
     "peaks_of",
+    "present_devices",
     "processor_name",
     "store_calibration",
 ]
@@ -182,6 +184,27 @@ def processor_name() -> str:
     if "cpu family" in facts and "model" in facts:
         name += f" (family {facts['cpu family']} model {facts['model']})"
     return name
+
+
+def present_devices(root: Path = Path("/")) -> tuple[str, ...] | None:
+    """Names of the accelerators in this machine as their driver tells them, without PyTorch; ``None`` where none tells.
+
+    A slice of a device (MIG) has the device's name, and more after it, in PyTorch.
+    """
+    names = []
+    for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
+        with contextlib.suppress(OSError):
+            lines = (
+                line.partition(":")
+                for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+            )
+            names += [value.strip() for key, _, value in lines if key.strip() == "Model"]
+    if names:
+        return tuple(names)
+    # Drivers of others, of Windows' Linux and of single-board computers tell no names; without one there is no device.
+    drivers = ("nvidia[0-9]*", "nvhost*", "nvgpu*", "kfd", "dxg")
+    has_driver = any(any(root.glob(f"dev/{name}")) for name in drivers)
+    return None if has_driver or not root.joinpath("proc/self").exists() else ()
 
 
 def _plain(name: str) -> str:

@@ -18,7 +18,13 @@ from trine.optim.plan.devices import device_named
 from trine.optim.plan.links import default_link
 from trine.optim.plan.units import Bandwidth
 from trine.record.errors import UsageError
-from trine.record.hardware import Peaks, all_calibrated, fit_latency_bandwidth, processor_name
+from trine.record.hardware import (
+    Peaks,
+    all_calibrated,
+    fit_latency_bandwidth,
+    present_devices,
+    processor_name,
+)
 
 __all__ = ["HERE", "measured_cluster", "measured_device"]
 
@@ -40,16 +46,21 @@ def measured_cluster(devices: int | None = None) -> Cluster:
     ``devices``: by default as many as the collectives were measured between. Raises ``UsageError`` where nothing is measured.
     """
     known = all_calibrated()
+    present = present_devices()
     accelerators = [peaks for peaks in known if peaks.threads is None]
-    if accelerators:
-        peaks = max(accelerators, key=lambda each: max(each.flops_per_s.values()))
+    # Nodes of several kinds may share the folder of calibrations.
+    here = [peaks for peaks in accelerators if present is None or peaks.name.startswith(present)]
+    if here:
+        peaks = max(here, key=lambda each: max(each.flops_per_s.values()))
         count = devices or int(peaks.collective.get("ranks", 1))
     else:
         own = sorted(
             (peaks for peaks in known if peaks.name == processor_name()), key=lambda each: each.threads or 0
         )
         if not own:
-            raise UsageError(f"this machine ({processor_name()}) is not calibrated: {_CALIBRATE}")
+            others = ", ".join(dict.fromkeys(peaks.name for peaks in accelerators))
+            note = f" ({others} is, which it does not have)" if others else ""
+            raise UsageError(f"this machine ({processor_name()}) is not calibrated{note}: {_CALIBRATE}")
         count = devices or int(own[0].collective.get("ranks", 1))
         peaks = own[0] if count > 1 else own[-1]
         if peaks.memory_bytes is not None:

@@ -14,6 +14,7 @@ from trine.record.hardware import (
     cache_folder,
     calibrated,
     peaks_of,
+    present_devices,
     processor_name,
     store_calibration,
 )
@@ -168,3 +169,20 @@ def test_a_damaged_calibration_counts_as_absent(
 
 def test_processor_name_is_one_line() -> None:
     assert processor_name() and "\n" not in processor_name()
+
+
+def test_accelerators_are_named_by_their_driver(tmp_path: Path) -> None:
+    assert present_devices(tmp_path) is None  # no /proc: nobody tells
+    (tmp_path / "proc/self").mkdir(parents=True)
+    assert present_devices(tmp_path) == ()
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()  # of the driver, not of a device
+    assert present_devices(tmp_path) == ()
+    (tmp_path / "dev/kfd").touch()
+    assert present_devices(tmp_path) is None
+    for index in (0, 1):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/0000:0{index}:00.0"
+        folder.mkdir(parents=True)
+        text = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 45\nDevice Minor: \t 0\n"
+        (folder / "information").write_text(text)
+    assert present_devices(tmp_path) == ("NVIDIA H200", "NVIDIA H200")

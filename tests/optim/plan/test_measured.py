@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trine.optim.plan import Layouts, Workload
+from trine.optim.plan import Layouts, Workload, measured
 from trine.optim.plan.cluster_files import cluster_of
 from trine.optim.plan.collectives import Network, all_reduce_s
 from trine.optim.plan.columns import Conditions
@@ -127,15 +127,22 @@ def test_calibrations_of_before_have_their_square_products(cache: Path) -> None:
     assert device.peak("fp32") == 4e10 and "depth" not in device.constants
 
 
-def test_an_accelerator_is_taken_before_the_processor() -> None:
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize("present", [(H100,), ("NVIDIA L4", "NVIDIA H100"), None])  # a slice; unknown
+def test_an_accelerator_is_taken_before_the_processor(
+    present: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "present_devices", lambda: present)
     store_calibration(CALIBRATED)
     collective = {**CALIBRATED.collective, "backend": "nccl", "ranks": 8, "bytes_per_s": 2e11}
-    known = peaks_of("NVIDIA H100 80GB HBM3")
+    known = peaks_of(H100)
     assert known is not None
     store_calibration(
         replace(
             CALIBRATED,
-            name="NVIDIA H100 80GB HBM3",
+            name=H100,
             threads=None,
             collective=collective,
             memory_bytes=80 * GIB,
@@ -146,6 +153,20 @@ def test_an_accelerator_is_taken_before_the_processor() -> None:
     assert (cluster.devices, cluster.device.family) == (8, "hopper")
     assert cluster.inside is not None and cluster.inside.kind == "nvlink"
     assert cluster.inside.bandwidth.bytes_per_s == pytest.approx(2e11 * 14 / 8)
+
+
+@pytest.mark.parametrize("present", [(), ("NVIDIA L4",)])
+def test_an_accelerator_of_another_machine_with_the_same_home_is_not_here(
+    present: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "present_devices", lambda: present)
+    store_calibration(replace(CALIBRATED, name=H100, threads=None))
+    with pytest.raises(
+        UsageError, match=rf"is not calibrated \({H100} is, which it does not have\): measure"
+    ):
+        cluster_of("here")
+    store_calibration(CALIBRATED)
+    assert cluster_of("here").device.name == processor_name()
 
 
 def test_what_is_not_measured_is_asked_for() -> None:
