@@ -105,6 +105,8 @@ def layout_of(config: Any = None, rank: int | None = None, ranks: int | None = N
         config = override.divides_by(config)
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
+    if not 0 <= rank < ranks:  # it would sample another's data
+        raise UsageError(f"there is no rank {rank} of {ranks}: the first is 0 and the last {ranks - 1}")
     return arranged(config, rank, ranks)
 
 

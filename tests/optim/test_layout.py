@@ -67,6 +67,12 @@ def test_the_launcher_says_rank_and_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     assert (layout.data_rank, layout.data_ranks, layout.place("tensor")) == (1, 2, 1)
 
 
+@pytest.mark.parametrize(("rank", "ranks"), [(4, 4), (-1, 4), (0, 0)])
+def test_a_rank_that_there_is_not_samples_nothing(rank: int, ranks: int) -> None:
+    with pytest.raises(UsageError, match=f"there is no rank {rank} of {ranks}"):
+        laid_out({}, ranks, rank)
+
+
 @pytest.mark.parametrize(
     ("changes", "ranks", "said"),
     [
