@@ -1,9 +1,10 @@
 """What each process group is for: data, tensor, pipeline, expert or context parallelism.
 
-Frameworks say it in a group's description (``mesh_dp``, ``TENSOR_MODEL_PARALLEL_GROUP``, PyTorch's
-``default_pg``). Where they do not, the functions that issue the calls tell (``_ReduceFromModelParallelRegion``),
-then the operations (a pipeline sends and receives, experts exchange all-to-all), and then the ranks: tensor parallelism needs the fastest links and takes neighbours, data
-parallelism takes every n-th rank (the rank order of Megatron-LM and of PyTorch's DeviceMesh).
+Frameworks say it in a group's description (``mesh_dp``, ``TENSOR_MODEL_PARALLEL_GROUP``, PyTorch's ``default_pg``).
+Where they do not, the functions that issue the calls tell (``_ReduceFromModelParallelRegion``), then the operations (a
+pipeline sends and receives, experts exchange all-to-all), and then the ranks: tensor parallelism needs the fastest
+links and takes neighbours, data parallelism takes every n-th rank (the rank order of Megatron-LM and of PyTorch's
+DeviceMesh).
 """
 
 from __future__ import annotations

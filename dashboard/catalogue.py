@@ -1,8 +1,9 @@
 """Which runs lie under the given roots, found by name and by the first kilobytes, never by reading all.
 
 A run is a native record (a folder that :mod:`trine.profiler` wrote), a folder of one job's files (traces, memory
-snapshots, dumps, schedules, also in folders of their own below it), or a single one of these. A run is known by an identifier made here and looked up here: no path from a request is ever
-joined to a root, so nothing outside the roots can be asked for.
+snapshots, dumps, schedules, also in folders of their own below it), or a single one of these. A run is known by an
+identifier made here and looked up here: no path from a request is ever joined to a root, so nothing outside the roots
+can be asked for.
 """
 
 from __future__ import annotations

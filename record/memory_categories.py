@@ -86,10 +86,10 @@ class Inferred:
 def infer(traits: Array, allocates: Array, start: Array, end: Array, size: Array, alive: Array) -> Inferred:
     """Categories of allocations.
 
-    ``traits`` (events,) are of the events' stacks in order; ``allocates`` (events,) says which are no releases. ``start`` and ``end`` are event rows of each allocation
-    and its release; ``start`` is -1 where it was before the history, ``end`` is ``len(traits)`` where there is none.
-    ``size`` in bytes; ``alive`` (allocations,) traits of the stack that the snapshot gives a block from before
-    the history, 0 where it gives none.
+    ``traits`` (events,) are of the events' stacks in order; ``allocates`` (events,) says which are no releases.
+    ``start`` and ``end`` are event rows of each allocation and its release; ``start`` is -1 where it was before the
+    history, ``end`` is ``len(traits)`` where there is none. ``size`` in bytes; ``alive`` (allocations,) traits of the
+    stack that the snapshot gives a block from before the history, 0 where it gives none.
     """
     phase, run = _phases(traits, allocates)
     count = len(traits)

@@ -214,9 +214,10 @@ class DeviceInfo:
 class Rank:
     """What one rank recorded.
 
-    ``format`` names the reader of its main source (``kineto``, ``trine``, ``nsight``, ...). For a native record, ``windows`` are its deep windows,
-    each a :class:`Rank` read by the Kineto reader (device and host tables live there); ``attempts`` are the run's
-    earlier starts, oldest first, with steps and regions only (on the lowest rank alone); ``metadata`` is the record's own description (model, precision, FLOPs by convention, versions, ...).
+    ``format`` names the reader of its main source (``kineto``, ``trine``, ``nsight``, ...). For a native record,
+    ``windows`` are its deep windows, each a :class:`Rank` read by the Kineto reader (device and host tables live
+    there); ``attempts`` are the run's earlier starts, oldest first, with steps and regions only (on the lowest rank
+    alone); ``metadata`` is the record's own description (model, precision, FLOPs by convention, versions, ...).
     """
 
     rank: int

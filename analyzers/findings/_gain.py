@@ -1,9 +1,10 @@
 """Predicted gains: the step's dependency graph changed and replayed, else Amdahl's law on the measured partition.
 
 Where a rule names the change of configuration and the record holds operators or kernels, the step is replayed with it
-(:mod:`trine.analyzers.studies.what_if`), and the interval is a bootstrap over the measured steps. Elsewhere a change that speeds a part of the step up by a factor ``k`` gains ``part × (1 − 1/k)`` and leaves the
-rest as it is (Amdahl, AFIPS 1967). The interval comes from three factors, each with its source in the
-formula; it is a statement about this run, not about hardware in general.
+(:mod:`trine.analyzers.studies.what_if`), and the interval is a bootstrap over the measured steps. Elsewhere a change
+that speeds a part of the step up by a factor ``k`` gains ``part × (1 − 1/k)`` and leaves the rest as it is (Amdahl,
+AFIPS 1967). The interval comes from three factors, each with its source in the formula; it is a statement about this
+run, not about hardware in general.
 """
 
 from __future__ import annotations

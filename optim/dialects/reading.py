@@ -196,9 +196,8 @@ def spelled(value: Any) -> str:
     """A value for an error, short, on one line."""
     text = ""
     try:
-        for part in json.JSONEncoder().iterencode(
-            value
-        ):  # YAML's aliases make values that nobody can write whole
+        # YAML's aliases make values that nobody can write whole.
+        for part in json.JSONEncoder().iterencode(value):
             text += part
             if len(text) > 60:
                 break

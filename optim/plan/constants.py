@@ -92,20 +92,20 @@ class Stack:
     ``step_s``: seconds a step. ``exposed``: share of the gradients' synchronisation that backward does not hide;
     under ZeRO 3, seconds of its gathers over those that the network would take.
 
-    ``fused_attention``: scores never reach memory. ``attention_gain``: of its attention kernels over FlashAttention-2's on
-    devices where those leave most of the tensor units idle (Shah 2024: 1.5 to 2 on Hopper). ``fp8_gain``: share of the
-    family's gain from fp8 that its recipe keeps (scales by rows cost most of it). ``fused``: element-wise kernels are joined (compiled, or by hand). ``padded``: a
-    vocabulary is padded to an even size even where it is not split.
-    ``captured``: kernels are launched by a graph, not one by one. ``tensor_overlap``: tensor-parallel collectives are cut up
-    and hidden behind matmuls. ``expert_overlap``: all-to-alls of experts run behind another micro-batch. ``expert_once``: a token goes to a
-    node once, however many of its experts lie there (DeepSeek-AI 2024, section 3.2.2). ``expert_tensor``: experts are split
-    over the tensor group, too, which then exchanges their tokens.
-    ``hidden_input_gradients``: all-reduces of backward run behind weight gradients.
-    ``message_overlap``: pipeline messages are hidden. ``gradient_bytes``: of an element when it is reduced.
-    ``fused_loss``: cross entropy reads 16-bit logits and writes their gradient, without a 32-bit copy of either.
-    ``split_optimizer``: its runs shard optimizer state over data ranks where they do not say. ``operators``: of which
-    matmuls selective recomputation keeps the outputs, with attention's (``alternate``: every second, ``all``); ``none``: it repeats
-    attention's scores alone. ``recompute``, ``sequence``, ``precision``: what its runs do where they do not say.
+    ``fused_attention``: scores never reach memory. ``attention_gain``: of its attention kernels over FlashAttention-2's
+    on devices where those leave most of the tensor units idle (Shah 2024: 1.5 to 2 on Hopper). ``fp8_gain``: share of
+    the family's gain from fp8 that its recipe keeps (scales by rows cost most of it). ``fused``: element-wise kernels
+    are joined (compiled, or by hand). ``padded``: a vocabulary is padded to an even size even where it is not split.
+    ``captured``: kernels are launched by a graph, not one by one. ``tensor_overlap``: tensor-parallel collectives are
+    cut up and hidden behind matmuls. ``expert_overlap``: all-to-alls of experts run behind another micro-batch.
+    ``expert_once``: a token goes to a node once, however many of its experts lie there (DeepSeek-AI 2024, section
+    3.2.2). ``expert_tensor``: experts are split over the tensor group, too, which then exchanges their tokens.
+    ``hidden_input_gradients``: all-reduces of backward run behind weight gradients. ``message_overlap``: pipeline
+    messages are hidden. ``gradient_bytes``: of an element when it is reduced. ``fused_loss``: cross entropy reads
+    16-bit logits and writes their gradient, without a 32-bit copy of either. ``split_optimizer``: its runs shard
+    optimizer state over data ranks where they do not say. ``operators``: of which matmuls selective recomputation keeps
+    the outputs, with attention's (``alternate``: every second, ``all``); ``none``: it repeats attention's scores alone.
+    ``recompute``, ``sequence``, ``precision``: what its runs do where they do not say.
     """
 
     name: str

@@ -157,7 +157,8 @@ def untouched(
 ) -> Iterator[list[torch.Tensor]]:
     """Forward and backward inside leave random numbers, gradients and buffers as they were, and DDP's replicas alone.
 
-    Inside there are gradients of nought to add to, as every micro-batch but a step's first finds them. Afterwards the list that it gives holds the buffers that had changed.
+    Inside there are gradients of nought to add to, as every micro-batch but a step's first finds them. Afterwards the list
+    that it gives holds the buffers that had changed.
     """
     held = list({id(p): p for p in (*model.parameters(), *parameters)}.values())
     gradients = [parameter.grad for parameter in held]

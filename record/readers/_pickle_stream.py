@@ -44,7 +44,8 @@ def stream(data: bytes, where: str, finished: Finished) -> Any:
     dictionaries that are filled item by item, as old protocols do, those that are members of lists.)
 
     ``finished(dictionary, replace)`` may call ``replace(container, other)`` for a list or dictionary within: where the
-    pickle names that container again it gets the other, and the container need not live on. ``where`` names the source in errors. Raises ``UnreadableInput`` as :func:`._pickles.load` does.
+    pickle names that container again it gets the other, and the container need not live on. ``where`` names the source
+    in errors. Raises ``UnreadableInput`` as :func:`._pickles.load` does.
     """
     refuse_hollow(data, where)
     try:

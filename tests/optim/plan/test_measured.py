@@ -78,9 +78,8 @@ def test_rates_and_constants_are_those_that_were_measured() -> None:
     assert device.peak("fp32") == pytest.approx(5e10) and device.matmul_flops_per_s == pytest.approx(2e11)
     assert device.peak("fp16") == 1e9  # of which there is a square product alone
     assert device.constants["depth"] == pytest.approx(DEPTH)
-    assert device.constants["memory"] == pytest.approx(
-        2.0
-    )  # the caches' share, beyond a copy that none holds
+    # The caches' share, beyond a copy that none holds.
+    assert device.constants["memory"] == pytest.approx(2.0)
     assert device.constants["launch_s"] == 3e-6
     assert device.constants["attention"] == pytest.approx(256 / (256 + DEPTH))  # the median of three lengths
     assert (device.family, device.constants["units"]) == ("cpu", 1.0)
