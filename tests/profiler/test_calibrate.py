@@ -129,10 +129,12 @@ def test_ranks_that_are_lost_after_the_all_reduce_do_not_take_it_along() -> None
 def test_a_rank_that_fails_at_other_collectives_does_not_take_the_all_reduce_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calibrate_ranks, "measure_collectives", failing_on_the_last)
+    found = calibrate_ranks._between_ranks(2, 90, failing_on_the_last)
+    assert float(found[0]["alpha_s"]) > 0
+    assert found[1:] == ([], "rank 1: RuntimeError: no such collective")
+    monkeypatch.setattr(calibrate_ranks, "_between_ranks", lambda *given: found)
     told: list[str] = []
-    collective, rows = calibrate.measure_links(2, tell=told.append)
-    assert float(collective["alpha_s"]) > 0 and rows == []
+    assert calibrate.measure_links(2, tell=told.append) == (found[0], [])
     assert told == ["left out: other collectives: rank 1: RuntimeError: no such collective"]
 
 
