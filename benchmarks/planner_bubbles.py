@@ -12,8 +12,8 @@ own first action to its own last. Their profile is public (the paper's appendix;
 *profiled*: their F, B, W and message times go into the simulator. What is left is the orders, the automatic scheduler and the
 simulator. *dimensions*: the times themselves come from the planner's operators for the model's dimensions, with five
 constants of that machine and software (matmul, memory, B over F, message latency and bandwidth) fitted on
-the profiles of the *other three* models, so no row has seen its own. *package*: the same with the package's constants, which
-know nothing of this machine's software.
+the profiles of the *other three* models, so no row has seen its own. *package*: times of stages and messages as the package
+plans them for these models on nodes of eight A100, which know nothing of this profile.
 
 Rows are read from ``$TRINE_TEST_DATA/tables/zero_bubble_rates_table5.csv``, else from ``../shared/data``; the exit code is 1
 where *profiled* or *dimensions* is further off than a point in any row.
@@ -27,24 +27,16 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from itertools import product
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from planner_stages import PROFILE, PROFILED, SEQUENCE, Size, fit, package_s, stages_s
 
 import trine
-from trine.optim.plan import Bandwidth, Cluster, Layouts, Link, Workload
 from trine.optim.plan.closed_form import bubble_s
-from trine.optim.plan.collectives import point_to_point_s
-from trine.optim.plan.columns import Conditions, Sizes
-from trine.optim.plan.constants import stack_named
-from trine.optim.plan.devices import device_named
 from trine.optim.plan.layouts import SCHEDULES
-from trine.optim.plan.operators import layer_times
 from trine.optim.plan.schedules import Shape, Work, order_of, schedules
 from trine.optim.plan.schedules.automatic import automatic
 from trine.optim.plan.simulator import simulate
@@ -56,56 +48,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 #: One point of a bubble rate: the goal.
 POINT = 0.01
 WAYS = ("profiled", "dimensions", "package")
-SEQUENCE = 1024
 
 #: The paper's names; the automatic schedules have so many times 1F1B's memory.
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "ZB-V": "zb-v"}
 AUTOMATIC = {"ZB-1p": 1, "ZB-2p": 2}
 ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
-
-#: (hidden, ranks, micro-batches) → microseconds of a stage's F, B and W, and of a message (Qi et al. 2023).
-PROFILE: Mapping[tuple[int, int, int], tuple[float, float, float, float]] = {
-    (2304, 8, 24): (18522, 18086, 9337, 601),
-    (2304, 8, 32): (18513, 18086, 9331, 626),
-    (2304, 8, 64): (18546, 18097, 9321, 762),
-    (4096, 8, 24): (29718, 29444, 19927, 527),
-    (4096, 8, 32): (29802, 29428, 19530, 577),
-    (4096, 8, 64): (29935, 29621, 19388, 535),
-    (5120, 16, 48): (11347, 11248, 8132, 377),
-    (5120, 16, 64): (11307, 11254, 8101, 379),
-    (5120, 16, 128): (11325, 11308, 8109, 378),
-    (6144, 32, 96): (10419, 10207, 7715, 408),
-    (6144, 32, 128): (10408, 10204, 7703, 408),
-    (6144, 32, 256): (10402, 10248, 7698, 460),
-}
-#: Heads by hidden size (table 3 of the paper); else of 128 elements.
-HEADS = {2304: 24, 4096: 32, 5120: 40, 6144: 48}
-
-
-class Size(NamedTuple):
-    """What stages' times depend on."""
-
-    layers: int
-    hidden: int
-    ranks: int
-    micro_batch: int
-
-    @property
-    def heads(self) -> int:
-        """Of attention."""
-        return HEADS.get(self.hidden, max(self.hidden // 128, 1))
-
-    @property
-    def message_bytes(self) -> float:
-        """Of a micro-batch's activations between two stages, in 16 bits."""
-        return 2.0 * self.micro_batch * SEQUENCE * self.hidden
-
-
-#: The models that were profiled.
-PROFILED = (Size(22, 2304, 8, 6), Size(30, 4096, 8, 3), Size(46, 5120, 16, 1), Size(62, 6144, 32, 1))
-VOCABULARY = 50304
-#: Shares of the best matmul's rate and of the memory's that a fit tries.
-SHARES = tuple(product(np.arange(0.7, 1.1, 0.02).tolist(), np.arange(0.4, 1.3, 0.05).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +92,6 @@ class Scored:
         return self.rates[way] - self.row.rate
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Constants of the machine and its software: shares of the best matmul's and the memory's rate, B over F, and of a message."""
-
-    matmul: float
-    memory: float
-    by_input: float
-    latency_s: float
-    bytes_per_s: float
-
-
 def read_rows(path: Path) -> list[Row]:
     """The published table. Raises ``OSError``, ``KeyError`` and ``ValueError`` where it is another's."""
     with path.open(newline="", encoding="utf-8") as file:
@@ -168,90 +104,6 @@ def read_rows(path: Path) -> list[Row]:
             )
             for each in csv.DictReader(file)
         ]
-
-
-# --- times of a stage -------------------------------------------------------------------------------------
-
-
-def _cluster(ranks: int) -> Cluster:
-    """Nodes of eight A100 SXM 80 GB with RoCE between them (section 5.1)."""
-    return Cluster(
-        device_named("A100-SXM-80GB"),
-        devices_per_node=min(ranks, 8),
-        nodes=max(ranks // 8, 1),
-        inside=Link(Bandwidth.gigabytes_per_s(600, directions=2)),
-        between=Link(Bandwidth.gigabits_per_s(1600, devices=8), kind="roce"),
-    )
-
-
-@lru_cache(maxsize=64)
-def stages_s(size: Size, shares: tuple[tuple[float, float], ...] = ()) -> npt.NDArray[np.float64]:
-    """Seconds of F, B and W of the mean stage, embedding and head among them: a row for each (matmul, memory) of ``shares``,
-    one by the package's constants where there are none.
-
-    Attention's scores lie in memory, element-wise kernels are not joined, and dropout is on, as the paper's count of
-    activations (34 sbh + 5 as²b) has it.
-    """
-    workload = Workload(
-        name="published",
-        layers=size.layers,
-        hidden=size.hidden,
-        heads=size.heads,
-        ffn=4 * size.hidden,
-        vocab=VOCABULARY,
-        sequence=SEQUENCE,
-        learned_positions=True,
-        dropout=True,
-    )
-    stack = stack_named("Megatron-LM").with_traits(fused_attention=False, fused=False)
-    conditions = Conditions.of(_cluster(size.ranks), stack)
-    if shares:
-        matmul, memory = np.array(shares).T
-        conditions = replace(conditions, matmul=matmul, memory=memory)
-    layouts = Layouts.of(
-        pipeline=size.ranks, micro_batch=size.micro_batch, microbatches=[size.ranks] * max(len(shares), 1)
-    )
-    times = layer_times(Sizes.of(workload), conditions, layouts)
-    columns = []
-    for name in ("forward_s", "input_s", "weight_s"):
-        ends = getattr(times.head, name) + getattr(times.embedding, name)
-        column = (getattr(times.dense, name) * size.layers + ends) / size.ranks
-        columns.append(np.broadcast_to(column, (len(layouts),)))
-    return np.stack(columns, axis=1)
-
-
-def package_message_s(size: Size) -> float:
-    """A message by the package's constants: the mean over boundaries, of which those between nodes are few."""
-    cluster = _cluster(size.ranks)
-    network = Conditions.of(cluster, stack_named("Megatron-LM")).networks[0]
-    inside = float(point_to_point_s(network, size.message_bytes, True))
-    across = cluster.nodes - 1
-    if not across:
-        return inside
-    between = float(point_to_point_s(network, size.message_bytes, False))
-    return (inside * (size.ranks - 1 - across) + between * across) / (size.ranks - 1)
-
-
-@lru_cache(maxsize=8)
-def fit(hidden: int) -> Machine:
-    """Constants from the published profiles of all models but those of a hidden size: least squares of logarithms, and a line
-    for messages."""
-    means = {
-        size: np.mean([line for key, line in PROFILE.items() if key[0] == size.hidden], axis=0) / 1e6
-        for size in PROFILED
-        if size.hidden != hidden
-    }
-
-    # Logarithms of profiled over modelled F and W: (models, shares, 2).
-    ratios = np.stack([np.log(mean[[0, 2]] / stages_s(size, SHARES)[:, ::2]) for size, mean in means.items()])
-    matmul, memory = SHARES[int(np.argmin(np.square(ratios).sum(axis=(0, 2))))]
-    by_input = float(np.exp(np.mean([np.log(mean[1] / mean[0]) for mean in means.values()])))
-    sizes = np.array([size.message_bytes for size in means])
-    slope, latency = np.polyfit(sizes, [mean[3] for mean in means.values()], 1)
-    return Machine(matmul, memory, by_input, float(latency), float(1 / slope))
-
-
-# --- rates ------------------------------------------------------------------------------------------------
 
 
 def rate_of(row: Row, times: tuple[float, float, float], message_s: float) -> float:
@@ -284,10 +136,8 @@ def score(rows: Sequence[Row]) -> tuple[list[Scored], dict[str, int]]:
 
 
 def _scored(row: Row) -> Scored:
-    by_package = stages_s(row.size)[0].tolist()
-    rates = {
-        "package": rate_of(row, (by_package[0], by_package[1], by_package[2]), package_message_s(row.size))
-    }
+    by_package = package_s(row.size)
+    rates = {"package": rate_of(row, by_package[:3], by_package[3])}
     if row.profiled is not None:
         rates["profiled"] = rate_of(row, row.profiled[:3], row.profiled[3])
     machine = fit(row.hidden)

@@ -290,15 +290,19 @@ def _message_latency_s(network: Network, group: _Group) -> Floats:
     return nccl.ring_latency_s(network.hardware, "simple", one, across, *_factors(network, group))
 
 
-def point_to_point_s(network: Network, size_bytes: Numbers, inside: npt.ArrayLike = False) -> Floats:
-    """Seconds from one rank to another; ``inside``: both on one node. Raises ``UsageError``."""
+def point_to_point_s(
+    network: Network, size_bytes: Numbers, inside: npt.ArrayLike = False, ranks: Numbers = 2
+) -> Floats:
+    """Seconds from one rank to another; ``inside``: both on one node. ``ranks``: of the group whose communicator carries it:
+    the more, the fewer of its channels one message has. Raises ``UsageError``."""
     within = np.asarray(inside, dtype=bool)
     if within.any() and network.devices_per_node < 2:
         raise UsageError("two ranks cannot share a node of one device")
     group = _group(network, size_bytes, np.where(within, 2, 2), np.where(within, 2, 1))
     hop_s = _hop_s(network, group)
     latency = np.where(np.isnan(hop_s), _message_latency_s(network, group), np.nan_to_num(hop_s))
-    return _finished(group, latency + group.size_bytes / group.bus)
+    shared = nccl.message_bus(network.family, group.bus, np.asarray(ranks, dtype=float), group.nodes)
+    return _finished(group, latency + group.size_bytes / np.where(np.isnan(hop_s), shared, group.bus))
 
 
 def broadcast_s(

@@ -28,6 +28,7 @@ __all__ = [
     "channels",
     "in_switch_latency_s",
     "in_switch_share",
+    "message_bus",
     "plateau",
     "ring_bus",
     "ring_latency_s",
@@ -99,6 +100,19 @@ def channels(family: str, per_node: Floats, nodes: Floats) -> Floats:
     known = _constants().get(("channels", f"{family}/1", ""), _constants()["channels", "ampere/1", ""])
     between = per_node * _value("channels_per_adapter", "network", "", "simple")
     return np.where(nodes > 1, between, known["simple"])
+
+
+def message_bus(family: str, bus: Floats, ranks: Floats, nodes: Floats) -> Floats:
+    """Bytes a second of one message between two ranks of a communicator of ``ranks``.
+
+    A communicator shares its channels out among all peers that a rank may send to, so one message has few of them, and a
+    channel copies no faster than under LL128.
+    """
+    most, all_of_them, least = (
+        _value("message_channels", where, "", "simple") for where in ("most", "any", "least")
+    )
+    count = np.clip(all_of_them / 2 ** np.ceil(np.log2(np.maximum(ranks, 1))), least, most)
+    return np.asarray(np.minimum(bus, count * _by_nodes("channel_bandwidth", family, "ring", "ll128", nodes)))
 
 
 def ring_latency_s(

@@ -229,13 +229,16 @@ def _scores(
     # Rows of 16-bit elements that are no multiple of 16 bytes miss the tensor units' loads (NVIDIA's guide, section 2.1).
     matmuls = matmuls * np.where(head % 8 == 0, 1.0, _UNALIGNED)
     elements = tokens * heads * sizes.sequence
-    passes = np.where(conditions.fused > 0, 4.0, 12.0) + 5.0 * sizes.dropout
-    traffic_s = elements * passes / on.memory_per_s
-    plain = matmuls + traffic_s
+    # Bytes an element. Forward: scale, mask and softmax read and write, or all in one; dropout reads, writes and keeps a mask
+    # of a byte. Backward: softmax reads its result, too; of the mask nothing is written.
+    ahead = np.where(conditions.fused > 0, 4.0, 12.0) + 5.0 * sizes.dropout
+    behind = np.where(conditions.fused > 0, 6.0, 14.0) + 5.0 * sizes.dropout
+    plain = matmuls + elements * ahead / on.memory_per_s
+    plain_back = 2 * matmuls + elements * behind / on.memory_per_s
     # Backward of the fused kernel computes scores again: five matmuls for two (Dao 2023, FlashAttention-2).
     return (
         np.where(conditions.fused_attention > 0, fused, plain),
-        np.where(conditions.fused_attention > 0, 2.5 * fused, 2 * matmuls + 1.5 * traffic_s),
+        np.where(conditions.fused_attention > 0, 2.5 * fused, plain_back),
     )
 
 

@@ -126,10 +126,10 @@ class _Wire:
         """Of so many bytes a rank."""
         return self._group(all_to_all_s, size, ranks, per_node)
 
-    def message(self, size: Column, inside: Flags) -> Wait:
-        """Point to point."""
+    def message(self, size: Column, inside: Flags, ranks: Column) -> Wait:
+        """Point to point, between two of a group's ranks."""
         near = np.broadcast_to(inside & (self.conditions.node > 1), self.rows)
-        return Wait(self._each(point_to_point_s, size, near.astype(np.float64)), ~near)
+        return Wait(self._each(point_to_point_s, size, near.astype(np.float64), ranks), ~near)
 
 
 def _where(chosen: Flags, wait: Wait, other: Wait | None = None) -> Wait:
@@ -149,7 +149,7 @@ def waits_of(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Waits:
     output = tokens * sizes.hidden * element
     split = wire.one_way(2 * output, tensor, conditions.node)
     keys = np.maximum(sizes.kv_heads / tensor, 1) * sizes.score_size
-    block = wire.message(tokens * element * keys, tensor * context <= conditions.node)
+    block = wire.message(tokens * element * keys, tensor * context <= conditions.node, context)
     routed = (
         output / tensor * sizes.experts_per_token * sizes.load_imbalance * _copies(sizes, conditions, layouts)
     )
@@ -174,9 +174,11 @@ def _of_messages(conditions: Conditions, layouts: Layouts, wire: _Wire, size: Co
     """Where there is a pipeline."""
     piped = layouts["pipeline"] > 1
     inside = np.ones(len(layouts), dtype=np.bool_)
+    # Software that overlaps messages sends each by itself, for which PyTorch keeps a communicator of both ranks.
+    ranks = np.where(conditions.message_overlap > 0, 2.0, layouts["pipeline"])
     return {
-        "message_inside": _where(piped, wire.message(size, inside)),
-        "message_between": _where(piped, wire.message(size, ~inside)),
+        "message_inside": _where(piped, wire.message(size, inside, ranks)),
+        "message_between": _where(piped, wire.message(size, ~inside, ranks)),
         "crossing": crossing_share(layouts, conditions.node),
     }
 

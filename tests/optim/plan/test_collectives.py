@@ -176,6 +176,16 @@ def test_messages_and_broadcasts_carry_the_vector_once() -> None:
     assert collectives.broadcast_s(A100, 2**33, 8) == pytest.approx(2**33 / 300e9, rel=0.01)
 
 
+def test_a_message_has_its_peer_s_share_of_a_communicator_s_channels() -> None:
+    # 32 channels of 20 GB/s (LL128, Ampere) over 8 ranks are 4, over 32 ranks the least, 2; two ranks' are faster than links.
+    seconds = collectives.point_to_point_s(A100, 2**34, True, [2, 4, 8, 32])
+    assert 2**34 / seconds / 1e9 == pytest.approx([300, 160, 80, 40], rel=1e-3)
+    # Over an adapter of 25 GB/s two channels suffice.
+    assert 2**34 / collectives.point_to_point_s(A100, 2**34, False, 32) / 1e9 == pytest.approx(25, rel=1e-3)
+    gloo = Network(4, "cpu", Link(GB(10), kind="shared-memory"), None, LinkConstants(0.5, hop_s=50e-6))
+    assert collectives.point_to_point_s(gloo, 1e8, True, 64) == collectives.point_to_point_s(gloo, 1e8, True)
+
+
 def test_other_libraries_are_hockney_s_ring() -> None:
     gloo = Network(4, "cpu", Link(GB(10), kind="shared-memory"), None, LinkConstants(0.5, hop_s=50e-6))
     assert collectives.all_reduce_s(gloo, 1e8, 4) == pytest.approx(6 * 50e-6 + 1.5e8 / 5e9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -134,3 +136,27 @@ def test_an_odd_vocabulary_is_slow_where_nobody_pads_it() -> None:
     assert head_s(50257, "pytorch") > 2 * head_s(50304, "pytorch")
     assert head_s(50257, "megatron-core") < 1.1 * head_s(50304, "megatron-core")
     assert head_s(50257, "pytorch", tensor=2) < head_s(50304, "pytorch")
+
+
+def test_dropout_of_scores_moves_five_bytes_an_element_there_and_back() -> None:
+    plain = Workload("GPT", 4, 2048, 16, 8192, 50304, 2048, learned_positions=True)
+    without, with_dropout = layer(plain), layer(replace(plain, dropout=True))
+    scores, norms = 5 * 16 * 2048 * 2048, 2 * 2048 * 2048  # two residual additions keep a mask of a byte
+    memory = Conditions.of(Cluster(device=A100, devices_per_node=8), stack_named("megatron-lm-2022"))
+    rate = memory.memory_per_s * memory.memory
+    ahead = with_dropout.forward_s - without.forward_s
+    assert ahead * rate == pytest.approx(scores + norms, rel=1e-6)
+    behind = with_dropout.input_s - without.input_s
+    assert behind * rate == pytest.approx(scores + 1.4 * norms, rel=1e-6)
+
+
+def test_backward_of_scores_reads_the_softmax_s_result() -> None:
+    plain = Workload("GPT", 4, 2048, 16, 8192, 50304, 2048, learned_positions=True)
+    stack = stack_named("megatron-lm-2022")
+    found = []
+    for fused in (True, False):
+        conditions = Conditions.of(Cluster(device=A100, devices_per_node=8), stack.with_traits(fused=fused))
+        found.append(layer_times(Sizes.of(plain), conditions, Layouts.of()).dense)
+    rate = conditions.memory_per_s * conditions.memory
+    # Scale and mask by themselves read and write two bytes each, both ways.
+    assert (found[1].scores_s - found[0].scores_s) * rate == pytest.approx(8 * 16 * 2048 * 2048, rel=1e-6)
