@@ -31,6 +31,7 @@ TERA = 1e12
         ("NVIDIA A100 80GB PCIe", "A100 PCIe 80GB", "bf16", 312),
         ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40GB", "bf16", 312),
         ("NVIDIA H100 80GB HBM3", "H100 SXM5 80GB", "bf16", 989.4),
+        ("NVIDIA H100 96GB HBM2e", "H100 96GB HBM2e", "bf16", 989.4),
         ("NVIDIA H100 PCIe", "H100 PCIe", "bf16", 756),
         ("NVIDIA H800", "H800 SXM5 80GB", "bf16", 989.4),
         ("NVIDIA A800-SXM4-80GB", "A800 SXM4 80GB", "bf16", 312),
@@ -63,6 +64,7 @@ TERA = 1e12
         ("AMD Instinct MI250X", "MI250X (one GCD)", "bf16", 191.5),
         ("AMD Instinct MI250", "MI250 (one GCD)", "bf16", 181.05),
         ("AMD Instinct MI355X", "MI355X", "bf16", 2516.6),
+        ("TPU v3", "TPU v3", "bf16", 123),
     ],
 )
 def test_known_names(device: str, name: str, dtype: str, tflops: float) -> None:
