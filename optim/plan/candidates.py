@@ -107,13 +107,15 @@ class Predictor:
         tokens = problem.global_batch * problem.workload.sequence
         flops = problem.workload.model_flops(CONVENTION) * tokens
         peak = problem.devices * problem.cluster.device.peak(one.mfu_precision)
+        share = step.dividing(flops / peak)
         cost = None
         if self.tokens is not None:
             cost = run_cost(step, tokens, problem.devices, self.tokens, self.price)
         return replace(
             one,
             tokens_per_s=step.dividing(tokens),
-            mfu=step.dividing(flops / peak),
+            # No run is above the peak, however far the interval of steps reaches.
+            mfu=replace(share, high=max(share.value, min(share.high, 1.0))),
             bound=bound_by(one.parts_s),
             cost=cost,
         )
