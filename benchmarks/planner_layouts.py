@@ -1,0 +1,167 @@
+"""Layouts of published runs: degrees, schedule, batch, recomputation and precision, as a row's cells say or leave open."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from planner_cells import Missing, Row
+
+from trine.optim.plan import Workload
+from trine.optim.plan.constants import Stack
+
+__all__ = ["layout_of", "zero_stage_of"]
+
+#: The day from which on a log's runs that could be in fp16 or bf16 were in bf16, as it says.
+_BF16_FROM = "02-28"
+
+
+def layout_of(row: Row, workload: Workload, stack: Stack, devices: int) -> tuple[dict[str, Any], int]:
+    """A run's layout, columns by name as :meth:`Layouts.of` takes them, and its global batch.
+
+    Raises ``Missing`` where the row says none, or degrees that do not divide its devices.
+    """
+    tensor, pipeline = row.count("tp"), row.count("pp")
+    if tensor is None and pipeline is None and row.count("dp") is None and row.number("mbs") is None:
+        raise Missing("no layout")
+    tensor, pipeline = tensor or 1, pipeline or 1
+    context, expert = row.count("cp") or 1, row.count("ep") or 1
+    data = max(1, devices // (tensor * pipeline * context))
+    if data * tensor * pipeline * context != devices:
+        raise Missing("tensor, pipeline and context ranks do not divide the devices")
+    stated = row.count("dp")
+    if stated is not None and stated != data:
+        row.assume(f"{data} data ranks, since {devices} devices are not {stated} of them")
+    schedule, chunks = _schedule(row, workload, pipeline)
+    micro_batch, microbatches = _batch(row, workload, data, pipeline)
+    batch = row.count("gbs") or data * micro_batch * microbatches
+    sequence = row.number("sp")
+    layout = {
+        "data": data,
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "context": context,
+        "expert": min(expert, data * context * tensor, max(workload.experts, 1)),
+        "chunks": chunks,
+        "schedule": schedule,
+        "micro_batch": micro_batch,
+        "microbatches": microbatches,
+        "zero_stage": max(zero_stage_of(row), int(stack.split_optimizer)),
+        "shard": _shard(row, data * context, context),
+        "sequence": int(tensor > 1 and (sequence > 0 if sequence is not None else stack.sequence)),
+        **_recompute(row, workload, stack, pipeline),
+        "precision": _precision(row, stack),
+    }
+    return layout, batch
+
+
+def zero_stage_of(row: Row) -> int:
+    """What of the training state is sharded over data ranks: 0 to 3."""
+    text = row.text("zero_stage").lower()
+    if "fsdp" in text or "hsdp" in text or "full" in text:
+        return 3
+    return min(int(row.number("zero_stage") or 0), 3)
+
+
+def _shard(row: Row, ranks: int, context: int) -> int:
+    """Data ranks that share state, 0 for all: where notes say how many, or a node's where state is sharded in groups."""
+    said = re.search(
+        r"\b(?:fsdp|shard)\s*=\s*(\d+)(?:\s*\((\d+) at (\d+) gpus\))?", row.text("notes").lower()
+    )
+    group = 0
+    if said is not None:
+        group = int(said[2]) if said[3] and int(said[3]) == row.count("n_gpus") else int(said[1])
+    elif "hsdp" in row.text("zero_stage").lower():
+        group = row.count("gpus_per_node") or 8
+        row.assume(f"state shared by {group} ranks")
+    fits = 0 < group < ranks and ranks % group == 0 and group % context == 0
+    return group // context if fits else 0
+
+
+def _schedule(row: Row, workload: Workload, pipeline: int) -> tuple[str, int]:
+    text = row.text("pp_schedule").lower()
+    chunks = row.count("vpp") or 1
+    if pipeline == 1:
+        return "1f1b", 1
+    if "zb-2p" in text or "zb-h2" in text:
+        return "zb-h2", 1
+    if "zb-1p" in text or "zb-h1" in text:
+        return "zb-h1", 1
+    if "zb-v" in text or "zbv" in text:
+        return "zb-v", 2
+    if "gpipe" in text:
+        return "gpipe", 1
+    if "dualpipe" in text:
+        return "dualpipe-v", 2
+    if "bfs" in text or "breadth" in text:
+        return "looped-bfs", max(chunks, 2)
+    if re.search(r"interleaved.?zero.?bubble", text):
+        return "interleaved-zb", max(chunks, 2)
+    stage = -(-workload.layers // pipeline)
+    if row.count("vpp") is None and text.startswith("1f1b-i"):
+        row.assume(f"{stage} chunks a rank, one layer each")
+        chunks = stage
+    elif row.count("vpp") is None and "interleaved" in text and workload.layers % (2 * pipeline) == 0:
+        row.assume("2 chunks a rank")
+        chunks = 2
+    return ("interleaved", chunks) if chunks > 1 else ("1f1b", 1)
+
+
+def _batch(row: Row, workload: Workload, data: int, pipeline: int) -> tuple[int, int]:
+    """Micro-batch, and micro-batches of a step and rank."""
+    batch, micro_batch, steps = row.count("gbs"), row.count("mbs"), row.count("ga")
+    if batch is None:
+        if micro_batch is None:
+            raise Missing("neither global batch nor micro-batch")
+        if steps is None:
+            steps = 1 if pipeline == 1 else 4 * pipeline
+            row.assume(f"{steps} micro-batches a step")
+        return micro_batch, steps
+    own = max(1, round(batch / data))
+    if micro_batch is None and steps is not None:
+        micro_batch = max(1, own // steps)
+    if micro_batch is None:
+        micro_batch = 1
+        # One sequence where a pipeline wants many micro-batches; else as many as keep a device busy.
+        while pipeline == 1 and micro_batch * 2 * workload.sequence <= 16384 and own % (micro_batch * 2) == 0:
+            micro_batch *= 2
+        row.assume(f"micro-batch of {micro_batch}")
+    return micro_batch, max(1, round(own / micro_batch))
+
+
+def _recompute(row: Row, workload: Workload, stack: Stack, pipeline: int) -> dict[str, Any]:
+    text = row.text("recompute").lower()
+    if not text:
+        row.assume(f"recomputation {stack.recompute}")
+        return {"recompute": stack.recompute}
+    if text.startswith(("none", "no ", "off", "false")) or text == "no":
+        return {"recompute": "none"}
+    if "selective layer" in text:
+        # Every second layer.
+        return {"recompute": "budget", "recomputed_layers": max(1, workload.layers // pipeline // 2)}
+    if "selective" in text and "moe" in text.partition("(")[2].split(")")[0].replace("moe_act", ""):
+        row.assume("full recomputation: experts are most of a layer")
+        return {"recompute": "full"}
+    if "selective" in text:
+        return {"recompute": "selective"}
+    if "full" in text or text in ("true", "yes", "block", "uniform"):
+        return {"recompute": "full"}
+    row.assume(f"recomputation {stack.recompute} for {text!r}")
+    return {"recompute": stack.recompute}
+
+
+def _precision(row: Row, stack: Stack) -> str:
+    text = row.text("precision").lower()
+    if "fp4" in text:
+        row.assume("fp4 as fp8 with two thirds of its peak's gain")
+        return "fp8"
+    if "fp8" in text or "mxfp8" in text or "e4m3" in text:
+        return "fp8"
+    if text == "bf16/fp16" and (day := re.search(r"\b\d\d-\d\d\b", row.text("source_ref"))):
+        return "bf16" if day[0] >= _BF16_FROM else "fp16"
+    if found := re.search(r"bf16|bfloat16|fp16|float16|tf32|fp32|float32", text):
+        return found[0].replace("bfloat", "bf").replace("float", "fp")
+    half = "fp16" if "v100" in row.text("gpu").lower() else "bf16"
+    half = stack.precision if half == "bf16" else half
+    row.assume(f"precision {half}")
+    return half
