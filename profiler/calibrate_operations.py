@@ -7,16 +7,20 @@ takes on record, times the ratio of the measured ones. One mapping an operation:
     {"operation": "softmax", "dtype": "fp32", "shape": [elements], "seconds": 3.1e-4}
 
 ``product`` is C = A·B with A (batch, rows, inner); batch 1 is a plain matrix product, the mean over the three layouts that
-a linear layer's forward and backward have. Everything else counts the elements of its output, which is allocated anew as
-a training step does. ``cast`` reads the dtype that it says and writes the other one.
+a linear layer's forward and backward have. Everything else counts the elements of its output, and works as a training step
+does: every call finds other tensors than the calls before it, more of them than caches hold, and its output is kept until
+as many others have been made. ``masked_fill`` is causal attention's, ``transposed_copy`` that of heads. ``cast`` reads the
+dtype that it says and writes the other one.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -29,10 +33,16 @@ SIDES = (64, 256, 1024)
 #: Heads, tokens and head sizes of batched products; both orders, Q·Kᵀ and P·V.
 HEADS, TOKENS, HEAD_SIZES = 8, (64, 256, 512), (32, 64, 128)
 ELEMENTS = (2**12, 2**15, 2**18, 2**20, 2**22)
-#: Elements of a row, of what normalises rows.
-ROW = 256
-#: Of one operation all repetitions together, but at least three.
-SECONDS = 0.01
+#: Elements of a row, of what normalises rows; attention has it in heads of such a size.
+ROW, HEADS_OF_A_ROW = 256, (8, 32)
+#: Bytes that a call's inputs and outputs take turns in: beyond the last-level cache that a core is likely to have for
+#: itself. No more tensors than these, since the smallest are bound by their dispatch.
+COLD_BYTES, MOST_TENSORS = 48 * 2**20, 24
+#: glibc keeps for itself what is as large as something that was freed before, up to 32 MiB (mallopt(3)): no call then
+#: pays for new pages.
+KEPT_BYTES = 31 * 2**20
+#: Of one operation all repetitions together, but at least five.
+SECONDS, LEAST = 0.01, 5
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Work = Callable[[], Any]
@@ -42,6 +52,7 @@ Rows = list[dict[str, Any]]
 def measure_operations(device: torch.device, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Rows:
     """Every operation above, by dtype, in a few seconds. The best of a few repetitions."""
     found: Rows = []
+    torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once
     with torch.no_grad():
         for name in dtypes:
             for shape, works in _products(_DTYPES[name], device):
@@ -87,55 +98,72 @@ def _products(
 def _memory_work(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, int, Work]]:
     """(operation, elements of its output, what is timed)."""
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    aten = torch.ops.aten
     for elements in ELEMENTS:
-        x = torch.randn(elements // ROW, ROW, device=device).to(dtype)
-        y = torch.randn(elements // ROW, ROW, device=device).to(dtype)
-        mask = x > 0
-        square = torch.randn(4, 32, elements // 128, device=device).to(dtype)
+        rows = elements // ROW
+        drawn = torch.randn(rows, ROW, device=device).to(dtype)
+        count = max(2, min(MOST_TENSORS, COLD_BYTES // (elements * dtype.itemsize)))
+        pool = [drawn.clone() for _ in range(count)]
         weight = torch.ones(ROW, device=device, dtype=dtype)
-        normal, mean, deviation = torch.native_layer_norm(x, [ROW], weight, weight, 1e-5)
-        soft = x.softmax(-1)
-        aten = torch.ops.aten
-        yield from (
-            ("add", elements, partial(torch.add, x, y)),
-            ("add_in_place", elements, partial(x.add_, y, alpha=0.0)),
-            ("multiply", elements, partial(torch.mul, x, 0.5)),
-            ("gelu", elements, partial(functional.gelu, x)),
-            ("gelu_backward", elements, partial(aten.gelu_backward, y, x)),
-            ("softmax", elements, partial(torch.softmax, x, -1)),
-            ("softmax_backward", elements, partial(aten._softmax_backward_data, y, soft, -1, dtype)),
-            ("layer_norm", elements, partial(functional.layer_norm, x, [ROW], weight, weight)),
-            (
-                "layer_norm_backward",
-                elements,
-                partial(
-                    aten.native_layer_norm_backward,
-                    normal, x, [ROW], mean, deviation, weight, weight, [True, True, True],
-                ),
+        _, mean, deviation = torch.native_layer_norm(drawn, [ROW], weight, weight, 1e-5)
+        future = torch.ones(min(rows, ROW), ROW, dtype=torch.bool, device=device).triu(1)
+        one: dict[str, Callable[[torch.Tensor], Any]] = {
+            "multiply": lambda x: torch.mul(x, 0.5),
+            "gelu": functional.gelu,
+            "softmax": lambda x: torch.softmax(x, -1),
+            "layer_norm": lambda x, w=weight: functional.layer_norm(x, [ROW], w, w),  # type: ignore[misc]
+            "masked_fill": lambda x, m=future: x.view(-1, len(m), ROW).masked_fill(m, -math.inf),  # type: ignore[misc]
+            "sum": lambda x: torch.sum(x, 0),
+            "copy": torch.clone,
+            "transposed_copy": lambda x: x.view(4, -1, *HEADS_OF_A_ROW).transpose(1, 2).contiguous(),
+            "cast": lambda x: x.to(other),
+        }
+        two: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+            "add": torch.add,
+            "add_in_place": lambda x, y: x.add_(y, alpha=0.0),
+            "gelu_backward": aten.gelu_backward,
+            "softmax_backward": lambda x, y: aten._softmax_backward_data(x, y, -1, dtype),
+            "layer_norm_backward": lambda x, y, m=mean, d=deviation, w=weight: (
+                aten.native_layer_norm_backward(  # type: ignore[misc]
+                    x, y, [ROW], m, d, w, w, [True, True, True]
+                )
             ),
-            ("masked_fill", elements, partial(x.masked_fill, mask, 0.0)),
-            ("sum", elements, partial(torch.sum, x, 0)),
-            ("copy", elements, x.clone),
-            ("transposed_copy", elements, partial(square.transpose(1, 2).contiguous)),
-            ("cast", elements, partial(x.to, other)),
-        )  # fmt: skip
+        }
+        for name, work in one.items():
+            yield name, elements, _cold(work, [(x,) for x in pool])
+        for name, work in two.items():
+            half = len(pool) // 2
+            yield name, elements, _cold(work, [(x, pool[at - half]) for at, x in enumerate(pool)])
+
+
+def _cold(work: Callable[..., Any], inputs: list[tuple[torch.Tensor, ...]]) -> Work:
+    """``work`` on other inputs at every call, and with an output whose memory was last used as many calls ago."""
+    turns = cycle(inputs)
+    kept: deque[Any] = deque(maxlen=len(inputs))
+
+    def call() -> None:
+        kept.append(work(*next(turns)))
+
+    return call
 
 
 def _best(work: Work, device: torch.device) -> float:
     """Seconds of the fastest repetition, after one that warms up."""
     work()
     best, deadline, done = math.inf, time.perf_counter() + SECONDS, 0
-    while done < 3 or (time.perf_counter() < deadline and done < 50):
+    while done < LEAST or (time.perf_counter() < deadline and done < 50):
         best = min(best, _timed(work, device))
         done += 1
     return best
 
 
 def _timed(work: Work, device: torch.device) -> float:
+    """Seconds; of a single thread those that it had a core for, so that neighbours do not count."""
+    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    began = time.perf_counter()
+    began = clock()
     work()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    return time.perf_counter() - began
+    return clock() - began

@@ -20,6 +20,7 @@ from trine.record.errors import TrineError
 from trine.record.hardware import fit_latency_bandwidth
 
 from .calibrate_links import measure_collectives
+from .calibrate_sharding import measure_sharding
 
 __all__ = ["ALL_REDUCE_BYTES", "Rows", "Tell", "measure_all_reduce", "measure_links", "timed"]
 
@@ -46,11 +47,12 @@ def measure_all_reduce(ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS) -> d
 def measure_links(
     ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS, tell: Tell = lambda message: None
 ) -> tuple[dict[str, float | int | str], Rows]:
-    """:func:`measure_all_reduce`, and single times of other collectives (:mod:`trine.profiler.calibrate_links`).
+    """:func:`measure_all_reduce`, single times of other collectives (:mod:`trine.profiler.calibrate_links`), and what shards
+    cost their hosts (:mod:`trine.profiler.calibrate_sharding`).
 
     Where the others fail, ``tell`` gets the reason, and the all-reduce stands alone.
     """
-    collective, rows, complaint = _between_ranks(ranks, seconds, measure_collectives)
+    collective, rows, complaint = _between_ranks(ranks, seconds, _collectives_and_shards)
     if complaint is not None:
         tell(f"left out: other collectives: {complaint}")
     return collective, rows
@@ -126,6 +128,14 @@ def _free_port() -> int:
 
 
 # --- in the ranks -------------------------------------------------------------------------------
+
+
+def _collectives_and_shards(device: torch.device) -> Rows:
+    rows = measure_collectives(device)
+    try:
+        return [*rows, *measure_sharding(device)]
+    except (ImportError, *_FAILURES):  # a release or a backend that has no FSDP2
+        return rows
 
 
 def _all_reduce_rank(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +34,11 @@ WORKS = (
 )
 
 
-def calibration(slowdown: float = 0.0, codec_s: float = 1e-10) -> OperationTimes:
-    """Its operations by rate; a codec that takes ``codec_s`` a byte."""
-    rows: list[dict[str, Any]] = []
+def calibration(
+    slowdown: float = 0.0, codec_s: float = 1e-10, further: Iterable[dict[str, Any]] = ()
+) -> OperationTimes:
+    """Its operations by rate; a codec that takes ``codec_s`` a byte; and ``further`` rows."""
+    rows: list[dict[str, Any]] = [*further]
     for dtype, rate in RATES.items():
         for side in (64, 256, 1024):
             rows.append(

@@ -15,6 +15,7 @@ from trine.cli import main
 from trine.optim.runtime.exchange import calibration
 from trine.optim.runtime.exchange.calibration import NAMES, codecs_of
 from trine.profiler import calibrate, calibrate_links, calibrate_operations
+from trine.profiler.calibrate_sharding import PARAMETERS
 from trine.record.hardware import Peaks, calibrated
 
 
@@ -115,10 +116,40 @@ def test_links_and_the_overlap_are_measured_between_ranks() -> None:
         "reduce_scatter",
         "broadcast",
         "overlap",
+        "sharded_unit",
     }
     assert all(row["ranks"] == 2 and row["backend"] == "gloo" for row in rows)
-    dtypes = {(row["operation"], row["dtype"]) for row in rows if row["operation"] != "overlap"}
+    dtypes = {(row["operation"], row["dtype"]) for row in rows if "dtype" in row}
     assert {dtype for operation, dtype in dtypes if operation == "all_reduce"} == {"fp32", "bf16"}
     assert {dtype for operation, dtype in dtypes if operation == "broadcast"} == {"fp32"}
     overlap = next(row for row in rows if row["operation"] == "overlap")
     assert 0 <= overlap["slowdown"] <= 1 and overlap["covered"] > 0
+    units = {
+        (row["phase"], row["again"], row["parameters"]): row["seconds"]
+        for row in rows
+        if row["operation"] == "sharded_unit"
+    }
+    few, many = PARAMETERS
+    assert len(units) == 8 and all(seconds >= 0 for seconds in units.values())
+    # More parameters are more views and copies: all together, since each is a difference of two small times.
+    assert sum(units[key] for key in units if key[2] == many) > sum(
+        units[key] for key in units if key[2] == few
+    )
+
+
+def test_a_call_finds_other_tensors_than_the_call_before_and_keeps_what_it_made() -> None:
+    inputs = [(torch.full((4,), float(number)),) for number in range(3)]
+    seen: list[float] = []
+    made: list[int] = []
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        seen.append(float(x[0]))
+        result = x.clone()
+        made.append(result.data_ptr())
+        return result
+
+    call = calibrate_operations._cold(work, inputs)
+    for _ in range(6):
+        call()
+    assert seen == [0.0, 1.0, 2.0] * 2
+    assert all(len(set(made[at : at + 3])) == 3 for at in range(4))

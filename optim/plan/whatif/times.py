@@ -58,6 +58,7 @@ class OperationTimes:
         self._memory: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._links: dict[str, Link] = {}
         self._codecs: dict[str, tuple[float, float]] = {}
+        self._units: dict[tuple[str, bool], list[tuple[int, float]]] = {}
         self.slowdown = 0.0  # seconds of computing lost a second of transfer beside it
         self._read([] if peaks is None else list(peaks.operations))
 
@@ -80,6 +81,9 @@ class OperationTimes:
                 links.setdefault(operation, []).append((row["bytes"], row["seconds"], row["ranks"]))
             elif operation == "overlap":
                 self.slowdown = float(row["slowdown"])
+            elif operation == "sharded_unit":
+                key_of_unit = row["phase"], bool(row["again"])
+                self._units.setdefault(key_of_unit, []).append((row["parameters"], row["seconds"]))
             elif operation == "codec":
                 self._codecs[row["dtype"]] = (row["seconds"] / row["bytes"], float(row["ratio"]))
             else:
@@ -140,6 +144,15 @@ class OperationTimes:
         if name not in self._codecs:
             raise UsageError(self._missing(f"the codec {name}"))
         return self._codecs[name]
+
+    def sharded_unit(self, phase: str, parameters: int, again: bool) -> float | None:
+        """Seconds that a host works for a unit of so many parameters in a phase because it is sharded, without bytes; ``again``
+        where it is gathered twice. None where that was not calibrated."""
+        found = self._units.get((phase, again), [])
+        if len(found) < 2:
+            return None
+        each, unit = np.polyfit(*np.array(found, dtype=np.float64).T, 1)
+        return max(float(unit + each * parameters), 0.0)
 
     def _missing(self, what: str) -> str:
         if self._peaks is None:

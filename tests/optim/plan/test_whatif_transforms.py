@@ -29,6 +29,17 @@ def test_the_replay_of_a_step_is_the_step_and_its_error_comes_first() -> None:
     assert str(found).startswith("loader_wait = False: ")
 
 
+@pytest.mark.parametrize("changes", [None, {}, [], "precision.dtype=bf16"])
+def test_changes_are_a_table_of_keys(changes: Any) -> None:
+    with pytest.raises(UsageError, match="what_if wants changes by key"):
+        run().what_if(changes)
+
+
+def test_as_many_micro_batches_as_take_minutes_to_replay_are_refused() -> None:
+    with pytest.raises(UsageError, match="up to 128 of them"):
+        run().what_if({"accumulation.steps": 10**9})
+
+
 def test_products_in_bf16_take_their_calibrated_ratio_and_casts_come_between() -> None:
     before = run()
     found = before.what_if({"precision.dtype": "bf16"})
@@ -97,6 +108,37 @@ def test_zero_divides_the_optimizer_and_moves_parameters() -> None:
     blocks = 3 * 2 * 64 * 256 * 4
     again = 3 * ALPHA + blocks / BETA + 1.5 * blocks / 4 * 1e-9
     assert second.gain.mid - third.gain.mid == pytest.approx(again, rel=0.02)
+
+
+def test_a_host_works_for_every_unit_that_is_sharded() -> None:
+    def machine(unit: float, each: float) -> OperationTimes:
+        """``unit`` seconds and ``each`` a parameter; twice as much where parameters are gathered twice."""
+        rows = [
+            {"operation": "sharded_unit", "phase": phase, "again": again, "parameters": parameters,
+             "seconds": (unit + each * parameters) * (2 if again else 1)}
+            for phase in ("forward", "backward") for again in (False, True) for parameters in (2, 16)
+        ]  # fmt: skip
+        return calibration(further=rows)
+
+    free, dear = (replace(run(), times=machine(unit, unit / 10)) for unit in (0.0, 1e-3))
+    tasks = free.graph.steps[0].ranks[0].tasks
+    parameters = sum(task.gradient_bytes > 0 for task in tasks)
+    pace = pace_of(tasks, free.times).product
+
+    def longer(stage: int) -> float:
+        return free.what_if({"zero.stage": stage}).gain.mid - dear.what_if({"zero.stage": stage}).gain.mid
+
+    # Three blocks of two parameters, and a root that keeps its own: once in forward and once in backward.
+    root = parameters - 3 * 2
+    once = 2 * (4e-3 + 1e-4 * parameters) * pace
+    assert longer(2) == pytest.approx(once, rel=1e-6)
+    assert longer(3) == pytest.approx(2 * once - 2 * (1e-3 + 1e-4 * root) * pace, rel=1e-6)
+    said = (
+        "the host's work for shards was not calibrated and is left out: run trine hardware --calibrate again"
+    )
+    assert (
+        said in run().what_if({"zero.stage": 2}).notes and said not in free.what_if({"zero.stage": 2}).notes
+    )
 
 
 def test_accumulation_halves_rows_and_adds_gradients() -> None:

@@ -2,8 +2,9 @@
 
 Stage 1 keeps the all-reduce of gradients and gathers parameters after the update. Stages 2 and 3 are FSDP2: a block's
 parameters are gathered before its forward (3: and before its backward), its gradients reduced and scattered after its
-backward, each with copies into and out of flat buffers (Rajbhandari et al., SC 2020; Zhao et al., VLDB 2023). On a device
-the next block's gather runs beside this one's work; without one nothing runs beside, since PyTorch waits for each.
+backward, each with copies into and out of flat buffers and the host's work for its hooks, which is calibrated by unit and
+parameter (Rajbhandari et al., SC 2020; Zhao et al., VLDB 2023). On a device the next block's gather runs beside this one's
+work; without one nothing runs beside, since PyTorch waits for each.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ def apply(graph: Graph, change: Change) -> Graph:
         )
     again = stage == 3 and change.config.zero.reshard_after_forward is not False
     beside = graph.basis == "kernels"
+    if stage > 1 and change.times.sharded_unit("forward", 1, again) is None:
+        graph = graph.with_note(
+            "the host's work for shards was not calibrated and is left out: run trine hardware --calibrate again"
+        )
 
     def changed(step: RankStep) -> list[Task]:
         if not any(task.gradient_bytes for task in step.tasks):
@@ -128,19 +133,31 @@ def _block_by_block(
     lane = compute_lane(tasks)
     for task in tasks:
         for unit, phase in before.get(task.number, ()):
-            if phase == "forward" or (again and unit < len(blocks)):
-                new = _gather(unit, units[unit], phase, gather, lane, last if beside else None, pace)
-                found += new
+            size, parameters = units[unit]
+            twice = again and unit < len(blocks)  # the root's parameters stay
+            if size > 0:
+                found.append(_hooks(phase, parameters, twice, beside, pace))
+                if phase == "forward" or twice:
+                    found += _gather(unit, size, phase, gather, lane, last if beside else None, pace)
         found.append(task)
         last = task.number
         for unit in after.get(task.number, ()):
-            found += _scatter(unit, units[unit], scatter, lane, beside, pace)
+            size, parameters = units[unit]
+            if size > 0 and unit == len(blocks):  # nothing comes before its backward
+                found.append(_hooks("backward", parameters, False, beside, pace))
+            found += _scatter(unit, size, scatter, lane, beside, pace)
     return _finished(found, lane)
 
 
-def _units(step: RankStep, blocks: list[Block]) -> list[float]:
-    """Bytes of each block's parameters, and of the root's last: by whose backward each gradient came in."""
-    sizes = [0.0] * (len(blocks) + 1)
+def _hooks(phase: str, parameters: int, again: bool, beside: bool, pace: Pace) -> Task:
+    """The host's work for a unit; as much slower than calibrated as products were, where the host computes them."""
+    seconds = pace.times.sharded_unit(phase, parameters, again) or 0.0
+    return Task(seconds * (1.0 if beside else pace.product), phase, events=parameters)
+
+
+def _units(step: RankStep, blocks: list[Block]) -> list[tuple[float, int]]:
+    """Bytes and number of each block's parameters, and of the root's last: by whose backward each gradient came in."""
+    sizes, counts = [0.0] * (len(blocks) + 1), [0] * (len(blocks) + 1)
     sequence = -1
     for task in step.tasks:
         if task.phase != "backward":
@@ -148,8 +165,10 @@ def _units(step: RankStep, blocks: list[Block]) -> list[float]:
         if task.sequence >= 0:
             sequence = task.sequence
         if task.gradient_bytes:
-            sizes[_unit_of(sequence, blocks)] += task.gradient_bytes
-    return sizes
+            unit = _unit_of(sequence, blocks)
+            sizes[unit] += task.gradient_bytes
+            counts[unit] += 1
+    return list(zip(sizes, counts, strict=True))
 
 
 def _unit_of(sequence: int, blocks: list[Block]) -> int:
@@ -194,8 +213,6 @@ def _gather(
     unit: int, size: float, phase: str, link: Link, lane: str, ahead: int | None, pace: Pace
 ) -> list[Task]:
     """Copy in, all-gather, copy out. ``ahead``: the task behind which it may begin, where it runs beside the work."""
-    if size <= 0:
-        return []
     own = _copied(size / link.ranks, phase, lane, pace)
     moved = transfer(link.seconds(size), "all_gather", size, f"gather {phase} {unit}",
                      (own.number if ahead is None else ahead,), phase)  # fmt: skip
