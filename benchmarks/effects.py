@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import effect_records
 from effect_rows import ROWS, Facts, Line, Row
-from spawned_ranks import Failure, SpawnedRanks, in_one_line
+from spawned_ranks import SpawnedRanks, cause, in_one_line
 
 __all__ = ["ROWS", "Result", "Row", "measure", "results_of"]
 
@@ -217,9 +217,11 @@ def _run_together(ranks: int, rows: Sequence[Row]) -> Iterator[list[Result] | st
         for row in rows:
             with tempfile.TemporaryDirectory() as folder:
                 answers = spawned.outcomes(_measure, row.name, folder, timeout_s=TIMEOUT_S)
-                failures = [answer.said for answer in answers if isinstance(answer, Failure)]
-                yield failures[0] if failures else results_of(row, Path(folder), answers[0])
-            if (failures and ranks > 1) or spawned.has_ended:
+                failure = cause(answers)
+                if failure is not None:
+                    print(failure.trace, end="", file=sys.stderr)
+                yield str(failure) if failure else results_of(row, Path(folder), answers[0])
+            if (failure and ranks > 1) or spawned.has_ended:
                 break  # the others may wait for it: the group is of no use any more
 
 

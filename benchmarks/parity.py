@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from parity_cases import CASES, Case
-from spawned_ranks import Failure, SpawnedRanks, in_one_line
+from spawned_ranks import SpawnedRanks, cause, in_one_line
 
 __all__ = ["Outcome", "outcome_of", "run_rank"]
 
@@ -213,10 +213,12 @@ def _run_together(ranks: int, environment: Mapping[str, str], cases: Sequence[Ca
     with SpawnedRanks(ranks, backend=backend, environment=environment) as spawned:
         for case in cases:
             answers = spawned.outcomes(run_rank, ranks, case, timeout_s=300)
-            failures = [answer.said for answer in answers if isinstance(answer, Failure)]
+            failure = cause(answers)
+            if failure is not None:
+                print(failure.trace, end="", file=sys.stderr)
             inf = float("inf")
             outcomes.append(
-                Outcome(case, inf, inf, False, failures[0]) if failures else outcome_of(case, answers)
+                Outcome(case, inf, inf, False, str(failure)) if failure else outcome_of(case, answers)
             )
             print(_line(outcomes[-1]), flush=True)
             if spawned.has_ended:

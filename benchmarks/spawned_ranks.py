@@ -15,17 +15,19 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Failure", "RankFailed", "SpawnedRanks", "in_one_line", "on_ranks"]
+__all__ = ["Failure", "RankFailed", "SpawnedRanks", "cause", "free_port", "in_one_line", "on_ranks"]
 
 #: Until all ranks have joined their group: each imports PyTorch, on a machine that may be busy.
 START_S = 180.0
@@ -74,6 +76,7 @@ class SpawnedRanks:
     ) -> None:
         """``backend``: ``None`` for processes without a group. ``daemon``: not where ranks have children of their own.
 
+        ``init_method``: where ranks meet; by default a file of their own (gloo), or a port of this machine.
         ``grace_s``: how long :meth:`close` waits for ranks to end by themselves.
         """
         self._grace_s = grace_s
@@ -81,9 +84,13 @@ class SpawnedRanks:
         self.has_ended = False
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
+        #: Without a port, ranks cannot lose theirs to another process before the first of them has imported PyTorch.
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         settings = dict(environment or {})
-        if init_method is None:
-            settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        if init_method is None and backend == "gloo":
+            init_method = (Path(self._folder.name) / "store").as_uri()
+        elif init_method is None and backend is not None:
+            settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         group = (backend, init_method or "env://", collective_timeout_s)
         context = multiprocessing.get_context("spawn")
         try:
@@ -138,6 +145,7 @@ class SpawnedRanks:
             process.join(20)
         for pipe in self._pipes:
             pipe.close()
+        self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -227,14 +235,21 @@ def in_one_line(main: Callable[[], int]) -> int:
         return 1
 
 
+def cause(outcomes: Iterable[Any]) -> Failure | None:
+    """The failure that is why others failed: of a rank that died, or else the first that is no mere silence."""
+    failures = [each for each in outcomes if isinstance(each, Failure)]
+    return min(failures, key=lambda each: (not each.is_death, not each.trace), default=None)
+
+
 def _results(found: Mapping[int, Any]) -> list[Any]:
-    failures = [each for each in found.values() if isinstance(each, Failure)]
-    if failures:  # one that died is why others fail
-        raise RankFailed(next((each for each in failures if each.is_death), failures[0]))
+    failure = cause(found.values())
+    if failure is not None:
+        raise RankFailed(failure)
     return [found[rank] for rank in range(len(found))]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on; another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

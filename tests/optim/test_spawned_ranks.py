@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from typing import Any
 
 import pytest
-from started_ranks import Failure, RankFailed, SpawnedRanks, on_ranks
+from started_ranks import Failure, RankFailed, SpawnedRanks, cause, on_ranks
 
 #: Of processes without a group, which start in a moment.
 ALONE: dict[str, Any] = {"backend": None}
@@ -68,18 +69,38 @@ def test_after_an_exception_the_ranks_are_of_use() -> None:
     [
         ("exits", "rank 1 ended with exit code 3"),
         ("killed", r"rank 1 was ended by signal 9 \(SIGKILL\)"),
-        ("hangs", "rank 1 said nothing within 5 s"),
+        ("hangs", "rank 1 said nothing within 3 s"),
     ],
 )
+@pytest.mark.timing
 def test_a_rank_that_is_lost_is_named_and_all_are_ended(how: str, said: str) -> None:
-    began = time.monotonic()
     with SpawnedRanks(2, **ALONE) as ranks:
+        ranks.run(doubled, 1)  # imports this module, which is no part of the time that follows
+        began = time.monotonic()
         with pytest.raises(RankFailed, match=f"^{said}$"):
-            ranks.run(ends, how, timeout_s=5 if how == "hangs" else 30)
+            ranks.run(ends, how, timeout_s=3 if how == "hangs" else 30)
         assert ranks.has_ended
         assert not any(process.is_alive() for process in ranks._processes)
         assert ranks.outcomes(doubled, 1)[0] == Failure(0, "has ended before")
     assert time.monotonic() - began < 20
+
+
+def test_the_cause_is_a_death_and_no_silence() -> None:
+    lost = Failure(0, "RuntimeError: Connection closed by peer", "Traceback")
+    silent, dead = Failure(0, "said nothing"), Failure(1, "was ended by signal 9 (SIGKILL)", is_death=True)
+    raised = Failure(1, "ValueError: no", "Traceback")
+    assert cause([lost, dead]) is dead
+    assert cause([silent, raised]) is raised
+    assert cause([lost, raised]) is lost
+    assert cause([1, 2]) is None
+
+
+@pytest.mark.slow
+def test_a_group_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr("spawned_ranks.free_port", lambda: taken.getsockname()[1])
+        assert on_ranks(1, doubled, 2) == [4]
 
 
 @pytest.mark.slow
