@@ -114,20 +114,10 @@ def clip_gradients(
     with_gradients = [p for p in parameters if p.grad is not None]
     if not with_gradients and stages is None:
         return
-    like = local(with_gradients[0].grad) if with_gradients else torch.zeros((), dtype=torch.float32)
-    dimensions: dict[int, tuple[str, ...]] = {}
-    by_sharding: dict[tuple[str, ...], tuple[list[Any], list[torch.Tensor]]] = {}
-    for parameter in with_gradients:
-        groups = _sharded_over(parameter.grad)
-        names = tuple(group.group_name for group in groups)
-        _, held = by_sharding.setdefault(names, (groups, []))
-        dimensions[id(held)] = _dimensions(parameter.grad)
-        if id(parameter) not in elsewhere:
-            held.append(local(parameter.grad))
+    parts = [local(p.grad) for p in with_gradients]
+    like = parts[0] if parts else torch.zeros((), dtype=torch.float32)
     total = _square([], like)
-    # One order on all ranks, by dimensions: names of groups sort differently on others, which would then wait for each
-    # other in turn, and add in another order.
-    for groups, held in sorted(by_sharding.values(), key=lambda kind: dimensions[id(kind[1])]):
+    for groups, held in _by_sharding(with_gradients, parts, elsewhere):
         square = _square(held, like)
         if groups and square.device.type == "cpu":  # the host's memory, which a device's group may not reach
             square = square.to(distributed.distributed_c10d._get_object_coll_device(groups[0]))
@@ -141,9 +131,26 @@ def clip_gradients(
         total = total.to(like.device)
     # PyTorch's clip_grads_with_norm_: no branch on the value, which would wait for a device.
     factor = torch.clamp(most / (total.sqrt() + 1e-6), max=1.0)
-    for dtype in {local(p.grad).dtype for p in with_gradients}:
-        same = [local(p.grad) for p in with_gradients if local(p.grad).dtype == dtype]
-        torch._foreach_mul_(same, factor.to(dtype))
+    for dtype in {part.dtype for part in parts}:
+        torch._foreach_mul_([part for part in parts if part.dtype == dtype], factor.to(dtype))
+
+
+def _by_sharding(
+    parameters: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], elsewhere: Collection[int]
+) -> list[tuple[list[Any], list[torch.Tensor]]]:
+    """For each kind of sharding its groups and the parts of gradients that lie so."""
+    dimensions: dict[tuple[str, ...], tuple[str, ...]] = {}
+    kinds: dict[tuple[str, ...], tuple[list[Any], list[torch.Tensor]]] = {}
+    for parameter, part in zip(parameters, parts, strict=True):
+        groups = _sharded_over(parameter.grad)
+        names = tuple(group.group_name for group in groups)
+        _, held = kinds.setdefault(names, (groups, []))
+        dimensions[names] = _dimensions(parameter.grad)
+        if id(parameter) not in elsewhere:
+            held.append(part)
+    # One order on all ranks, by dimensions: names of groups sort differently on others, which would then wait for each
+    # other in turn, and add in another order.
+    return [kinds[names] for names in sorted(kinds, key=lambda names: dimensions[names])]
 
 
 def _sharded_over(gradient: Any) -> list[Any]:

@@ -20,5 +20,13 @@ def is_plain(tensor: object) -> bool:
 
 def local(tensor: Any) -> torch.Tensor:
     """This rank's part of a tensor that is sharded; any other tensor itself."""
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
+    if not hasattr(tensor, "to_local"):
+        whole: torch.Tensor = tensor
+        return whole
+    if tensor.requires_grad:
+        part: torch.Tensor = tensor.to_local()
+        return part
+    # There is nothing to differentiate, as of gradients: autograd would cost the host tens of microseconds each.
+    with torch.no_grad():
+        alone: torch.Tensor = tensor.to_local()
+    return alone
