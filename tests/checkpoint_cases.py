@@ -37,6 +37,16 @@ def warnings_of_trine() -> Iterator[list[str]]:
         logging.getLogger("trine").removeHandler(handler)
 
 
+def rounding(rank: int, folder: str) -> list[str]:
+    """What a rank says that loads into a model of another type."""
+    engine = zero_cases.made_engine({})
+    engine.model.bfloat16()
+    with warnings_of_trine() as said:
+        engine.load(folder)
+    engine.close()
+    return [line for line in said if "rounded" in line]
+
+
 # --- in the background -------------------------------------------------------------------------
 
 

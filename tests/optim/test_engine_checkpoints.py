@@ -295,6 +295,49 @@ def test_values_that_are_rounded_are_told(saved: Path, caplog: pytest.LogCapture
     assert "are rounded to the model's type" in caplog.text and "bfloat16 here" in caplog.text
 
 
+def test_rounding_is_told_once_and_only_where_it_happens(
+    saved: Path, two_ranks: RankPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from trine.optim.runtime.checkpoints import load_model
+
+    other = optim_cases.small_gpt().bfloat16()
+    del other.blocks[-1]
+    with pytest.raises(UnreadableInput, match="is of another model: this one has no"):
+        load_model(saved, other)
+    assert "rounded" not in caplog.text
+    first, second = two_ranks.run("checkpoint_cases:rounding", str(saved))
+    assert len(first) == 1 and "bfloat16 here" in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "is_rounded"),
+    [
+        ("float32", "bfloat16", True),
+        ("float16", "bfloat16", True),
+        ("bfloat16", "float16", True),
+        ("bfloat16", "float32", False),
+        ("float8_e4m3fn", "bfloat16", False),
+        ("bfloat16", "float8_e4m3fn", True),
+        ("float8_e4m3fn", "float8_e5m2", True),
+        ("int64", "float16", True),
+        ("int32", "float32", True),
+        ("uint8", "bfloat16", False),
+        ("bool", "float16", False),
+        ("complex64", "float32", True),
+        ("float4_e2m1fn_x2", "float32", True),
+        ("float32", "int64", False),  # what is no floating-point number is not trained
+    ],
+)
+def test_types_that_do_not_hold_all_values(there: str, here: str, is_rounded: bool) -> None:
+    from trine.optim.runtime.checkpoints.slots import rounded
+
+    wanted, saved = (
+        {"model/x": torch.empty(1, dtype=getattr(torch, name), device="meta")} for name in (here, there)
+    )
+    assert rounded(wanted, saved) == ({"x": (there, here)} if is_rounded else {})
+
+
 def test_loading_inside_a_step_that_was_taken(saved: Path) -> None:
     engine = zero_cases.made_engine({})
     for batch in engine.steps(optim_cases.batches(1, 2)):

@@ -14,6 +14,8 @@ from trine.optim.runtime.checkpoints.slots import (
     put_slots,
     require_fitting,
     require_no_others,
+    rounded,
+    tell_of_rounding,
 )
 from trine.optim.runtime.training_state import (
     common_state,
@@ -58,13 +60,15 @@ def restore(state: Mapping[str, Any], assembly: Assembly, scheduler: Any) -> tup
     require_fitting("the state", wanted, saved)
     require_no_others("the state", set(wanted), saved)
     require_same_groups(assembly, names_by_group(assembly), state["common"])
-    slots = empty_slots(assembly, saved)
+    slots, told = empty_slots(assembly, saved), rounded(wanted, saved)
     wanted.update((full, each[0].value) for full, each in slots.items())
     for key, target in wanted.items():
         if isinstance(target, DTensor) != isinstance(saved[key], DTensor):
             raise UnreadableInput(
                 f"{key} is sharded on one side alone: use engine.save and engine.load to reshard"
             )
+    if assembly.facts.rank == 0:
+        tell_of_rounding("the state", told)
     with torch.no_grad():
         for key, target in wanted.items():
             target.copy_(saved[key])

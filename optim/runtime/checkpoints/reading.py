@@ -27,11 +27,14 @@ from trine.optim.runtime.checkpoints.integrity import Damaged, Reader, read_whol
 from trine.optim.runtime.checkpoints.parts import LoadPlanner, parts_of
 from trine.optim.runtime.checkpoints.ranks import Ranks
 from trine.optim.runtime.checkpoints.slots import (
+    Rounded,
     empty_slots,
     put_masters,
     put_slots,
     require_fitting,
     require_no_others,
+    rounded,
+    tell_of_rounding,
 )
 from trine.optim.runtime.training_state import (
     masters_of,
@@ -147,7 +150,7 @@ def _load(
     what = f"cannot read the checkpoint {folder}"
     opened: list[Any] = []
 
-    def look() -> tuple[list[str], list[list[str]]]:
+    def look() -> tuple[list[str], list[list[str]], Rounded]:
         for settle in assembly.settle:
             settle()
         source = _Source(folder)
@@ -160,16 +163,18 @@ def _load(
         wanted.update((key, value) for key, value in masters.items() if key in source.saved)
         require_fitting(folder, wanted, source.saved)
         opened.extend((source, own, common, wanted, masters))
-        return [key for key in wanted if key.startswith("model/")], names_by_group(assembly)
+        keys = [key for key in wanted if key.startswith("model/")]
+        return keys, names_by_group(assembly), rounded(wanted, source.saved)
 
     # A file may be damaged for one rank alone, and the others would wait for it.
     found = ranks.all(look, what, UnreadableInput)
     source, own, common, wanted, masters = opened
 
     def compare() -> None:
-        require_no_others(folder, {key for keys, _ in found for key in keys}, source.saved)
+        require_no_others(folder, {key for keys, _, _ in found for key in keys}, source.saved)
         ours = [
-            [name for names in group for name in names] for group in zip(*(n for _, n in found), strict=True)
+            [name for names in group for name in names]
+            for group in zip(*(n for _, n, _ in found), strict=True)
         ]
         require_same_groups(assembly, ours, common)
         slots.update(empty_slots(assembly, source.saved))  # one rank alone may have no memory for it
@@ -177,6 +182,8 @@ def _load(
     slots: dict[str, Any] = {}
     ranks.all(compare, what, UnreadableInput)
     wanted.update((full, each[0].value) for full, each in slots.items())
+    if ranks.rank == 0:
+        tell_of_rounding(folder, {name: types for _, _, own in found for name, types in own.items()})
     begins()
     planner = LoadPlanner(parts_of(wanted, reordered_state(assembly, wanted)))
     ranks.all(lambda: _read(source, planner), what, UnreadableInput)
@@ -209,6 +216,7 @@ def load_model(folder: str | Path, model: nn.Module) -> int:
     wanted = model_tensors(model, first_names(model))
     require_fitting(folder, wanted, source.saved)
     require_no_others(folder, set(wanted), source.saved)
+    tell_of_rounding(folder, rounded(wanted, source.saved))
     _read(source, LoadPlanner(parts_of(wanted, {})))
     return int(source.described["step"])
 

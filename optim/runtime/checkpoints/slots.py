@@ -17,7 +17,18 @@ from trine.record.errors import UnreadableInput
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["Slot", "Slots", "empty_slots", "put_masters", "put_slots", "require_fitting", "require_no_others"]
+__all__ = [
+    "Rounded",
+    "Slot",
+    "Slots",
+    "empty_slots",
+    "put_masters",
+    "put_slots",
+    "require_fitting",
+    "require_no_others",
+    "rounded",
+    "tell_of_rounding",
+]
 
 logger = logging.getLogger("trine")
 
@@ -29,6 +40,9 @@ class Slot(NamedTuple):
     key: str
     value: torch.Tensor
 
+
+#: Name → its type in the checkpoint, and the model's.
+Rounded = dict[str, tuple[str, str]]
 
 #: Those of one name: a rank that has two stages may hold a tied parameter twice. The first is read into.
 Slots = list[Slot]
@@ -56,25 +70,50 @@ def require_fitting(source: object, wanted: Mapping[str, torch.Tensor], saved: M
                 f"{source} is of another model: {key.partition('/')[2]} is {_shape(saved[key])} there and "
                 f"{tuple(target.shape)} here"
             )
-    _tell_of_rounding(source, wanted, saved)
 
 
-def _tell_of_rounding(source: object, wanted: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
-    rounded = [
-        (key, _dtype(saved[key]), target.dtype)
-        for key, target in wanted.items()
-        if target.dtype.is_floating_point
-        and torch.promote_types(_dtype(saved[key]), target.dtype) != target.dtype
-    ]
-    if rounded:
-        key, there, here = rounded[0]
+def rounded(wanted: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> Rounded:
+    """Those of ``wanted`` whose type does not hold every value that the checkpoint's does."""
+    types = ((key, _dtype(saved[key]), target.dtype) for key, target in wanted.items())
+    return {
+        key.partition("/")[2]: (str(there).removeprefix("torch."), str(here).removeprefix("torch."))
+        for key, there, here in types
+        if here.is_floating_point and not _holds(here, there)
+    }
+
+
+def _holds(here: torch.dtype, there: torch.dtype) -> bool:
+    """Whether a floating-point type has every value of another type.
+
+    ``torch.promote_types`` cannot say: it refuses float8, and gives fp16 for int64 beside it.
+    """
+    if here == there or there == torch.bool:
+        return True
+    if there.is_complex:
+        return False
+    try:
+        ours = torch.finfo(here)
+        if not there.is_floating_point:
+            most = float(torch.iinfo(there).max)
+            return most * ours.eps <= 2.0 and most <= ours.max
+        theirs = torch.finfo(there)
+        smallest = [each.smallest_normal * each.eps for each in (ours, theirs)]
+    except (NotImplementedError, TypeError):  # types of which PyTorch does not tell how many digits they have
+        return False
+    return ours.eps <= theirs.eps and ours.max >= theirs.max and smallest[0] <= smallest[1]
+
+
+def tell_of_rounding(source: object, found: Rounded) -> None:
+    """A warning in one line, where anything is rounded; for one rank to give, once all agree that they load."""
+    if found:
+        name, (there, here) = next(iter(found.items()))
         logger.warning(
             "%s: %d tensors are rounded to the model's type (%s: %s there, %s here)",
             source,
-            len(rounded),
-            key.partition("/")[2],
-            str(there).removeprefix("torch."),
-            str(here).removeprefix("torch."),
+            len(found),
+            name,
+            there,
+            here,
         )
 
 
