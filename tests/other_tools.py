@@ -16,9 +16,15 @@ _FOLDER = "TRINE_OTHER_TOOLS"
 
 
 def run_with(package: str, program: str, *arguments: str, folder: Path, given: str = "") -> str:
-    """What ``program`` prints, run with ``package`` in reach; the test skips where it is not installed."""
-    path = [*filter(None, [os.environ.get(_FOLDER)]), *sys.path]
+    """What ``program`` prints, run with ``package`` in reach.
+
+    Where it is not installed the test skips, and fails where the variable promises it.
+    """
+    folder_of_tools = os.environ.get(_FOLDER)
+    path = [*filter(None, [folder_of_tools]), *sys.path]
     if PathFinder.find_spec(package, path) is None:
+        if folder_of_tools:
+            pytest.fail(f"{package} is not installed although ${_FOLDER} is set: see tests/other_tools.txt")
         pytest.skip(f"{package} is not installed: see tests/other_tools.txt, and set ${_FOLDER}")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, *arguments],

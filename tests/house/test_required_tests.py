@@ -1,4 +1,4 @@
-"""Where CI requires data or a browser, a test that skips for want of them fails."""
+"""Where CI requires data, a browser or other tools, a test that skips for want of them fails."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from other_tools import run_with
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,3 +71,14 @@ def test_a_file_of_the_dashboard_that_skips_whole_fails_too(tmp_path: Path) -> N
         cwd=tmp_path,
     )
     assert found.returncode != 0 and "TRINE_REQUIRE_BROWSER" in found.stdout
+
+
+def test_a_tool_that_the_folder_of_other_tools_lacks_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRINE_OTHER_TOOLS", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="absent_tool is not installed"):
+        run_with("absent_tool", "", folder=tmp_path)
+    monkeypatch.setenv("TRINE_OTHER_TOOLS", str(tmp_path))
+    with pytest.raises(pytest.fail.Exception, match=r"absent_tool .* although \$TRINE_OTHER_TOOLS is set"):
+        run_with("absent_tool", "", folder=tmp_path)

@@ -7,7 +7,8 @@ import pytest
 from parity_ranks import parity
 
 CASES = parity.CASES
-#: Scaling bugs show at once; what builds up needs more. The benchmark takes thirty.
+#: Scaling bugs show at once, and replicas that drift apart by the bit. The mean that ``by_last`` looks at is of a whole run,
+#: as in the benchmark.
 QUICK_STEPS, WHOLE_STEPS = 6, 8
 
 

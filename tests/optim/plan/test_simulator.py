@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,3 +280,16 @@ def test_a_real_run_of_1f1b_is_met(data: Path) -> None:
     assert result.bubble_ratio == pytest.approx(found.bubble_ratio, abs=0.015)
     assert result.span_s() == pytest.approx(found.iteration_ns / 1e9, rel=0.03)
     assert abs(found.ideal_ratio - found.bubble_ratio) > 0.04
+
+
+def test_the_pages_example_says_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "plan_simulator.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block, names)  # noqa: S102
+    (shown,) = re.findall(r"# ([\d.]+) s each, ([\d.]+)$", block, re.MULTILINE)
+    result = names["result"]
+    assert {f"{seconds:.4f}" for seconds in result.step_s} == {shown[0]}
+    assert f"{result.bubble_ratio:.4f}" == shown[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["planned"]
