@@ -88,8 +88,9 @@ def _devices_words(problem: Problem, row: Mapping[str, int]) -> str:
     degrees = {name: row[name] for name in names if row[name] > 0}
     product = int(np.prod(list(degrees.values()))) if degrees else 1
     spelled = " x ".join(f"{name} {value}" for name, value in degrees.items())
-    verb = "is" if "data" in degrees else "does not divide the"
-    return f"{spelled} = {product} {verb}{' not the' if verb == 'is' else ''} {problem.devices} devices"
+    product_words = f" = {product}" if len(degrees) > 1 else ""
+    wrong = "does not divide" if problem.devices % product else "is not"
+    return f"{spelled}{product_words} {wrong} the {problem.devices} devices"
 
 
 def _node(problem: Problem, rows: Rows) -> Mask:

@@ -147,6 +147,10 @@ def _is_crowded(graph: Graph) -> bool:
 
 
 def _transformed(graph: Graph, changes: Mapping[str, Any], times: OperationTimes) -> Graph:
+    if not isinstance(changes, Mapping) or not changes:
+        raise UsageError(
+            f'what_if wants changes by key, as {{"precision.dtype": "bf16"}}, not {changes!r:.60}'
+        )
     known = {key for each in transforms() for key in each.KEYS}
     for key in changes:
         if key not in known:

@@ -155,6 +155,13 @@ def test_the_usual_batch_is_divisible() -> None:
         assert 2**21 <= asked.global_batch * DENSE.sequence <= 2**23
 
 
+def test_no_stack_offers_schedules_that_were_published_after_it() -> None:
+    for name in ("megatron-lm-2020", "megatron-lm-2021", "megatron-lm-2022", "megatron-lm-2023", "megascale"):
+        found = abilities_of(stack_named(name))
+        assert set(found.choices["schedule"]) <= {"1f1b", "interleaved"}, name
+        assert "fp8" not in found.choices["precision"] and found.only_one("context"), name
+
+
 def test_every_stack_has_abilities_in_words_that_layouts_know() -> None:
     for stack in stacks().values():
         found = abilities_of(stack)
@@ -173,8 +180,8 @@ def test_every_stack_has_abilities_in_words_that_layouts_know() -> None:
     [
         (["tensor=4"], {}, "tensor 4 does not divide a node's 2 devices"),
         (["tensor=3"], {"per_node": 3, "batch": 6}, "tensor 3 does not divide 8 attention heads"),
-        (["pipeline=3"], {}, "pipeline 3 = 3 does not divide the 4 devices"),
-        (["data=2", "pipeline=4"], {}, "data 2 x pipeline 4 = 8 is not the 4 devices"),
+        (["pipeline=3"], {}, "pipeline 3 does not divide the 4 devices"),
+        (["data=2", "pipeline=4"], {}, "data 2 x pipeline 4 = 8 does not divide the 4 devices"),
         (["pipeline=8"], {"nodes": 4, "batch": 8}, "pipeline 8 is more than 4 layers"),
         (["expert=2"], {}, "small has no experts"),
         (["expert=3"], {"workload": MIXTURE}, "expert 3 does not divide 8 experts"),

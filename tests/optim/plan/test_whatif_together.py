@@ -153,3 +153,14 @@ def test_a_compiled_chain_stores_the_gradients_that_its_parts_stored() -> None:
     fused = compiled.apply(graph, change).steps[0].ranks[0].tasks
     assert len(fused) < len(tasks)
     assert sum(task.gradient_bytes for task in fused) == sum(task.gradient_bytes for task in tasks)
+
+
+@pytest.mark.parametrize("changes", [None, {}, [], "precision.dtype=bf16"])
+def test_changes_are_a_table_of_keys(changes: Any) -> None:
+    with pytest.raises(UsageError, match="what_if wants changes by key"):
+        run().what_if(changes)
+
+
+def test_as_many_micro_batches_as_take_minutes_to_replay_are_refused() -> None:
+    with pytest.raises(UsageError, match="up to 128 of them"):
+        run().what_if({"accumulation.steps": 10**9})

@@ -22,6 +22,8 @@ __all__ = ["KEYS", "ORDER", "apply"]
 
 KEYS = ("accumulation.steps",)
 ORDER = 12
+#: Each is as many tasks as a step has: some ten thousand, a tenth of a second.
+_MOST = 128
 
 
 def apply(graph: Graph, change: Change) -> Graph:
@@ -31,6 +33,10 @@ def apply(graph: Graph, change: Change) -> Graph:
         return graph
     if not isinstance(count, int):
         raise UsageError("accumulation.steps: a what-if wants a number; auto is decided as the run begins")
+    if count > _MOST:
+        raise UsageError(
+            f"accumulation.steps = {count}: a what-if replays every micro-batch, up to {_MOST} of them: ask for fewer"
+        )
     require_operators(graph.basis, KEYS[0])
     if int(graph.facts.get("accumulation") or 1) > 1:
         raise UsageError(
