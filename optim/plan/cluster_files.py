@@ -25,7 +25,7 @@ from typing import Any
 
 from trine.optim.plan._tables import check_keys, near, packaged, read_toml
 from trine.optim.plan.cluster import Cluster, Device, Link
-from trine.optim.plan.devices import device_named, facts_of
+from trine.optim.plan.devices import device_named, facts_of, families
 from trine.optim.plan.links import default_link, link_of
 from trine.optim.plan.measured import HERE, measured_cluster
 from trine.optim.plan.units import Bandwidth, parse_bytes
@@ -200,10 +200,20 @@ def _device(said: Any, where: str) -> Device:
         matmul = _rates({"bf16": matmul}, place)["bf16"]
     elif base is not None and "bf16" not in flops:
         matmul = base.matmul_flops_per_s
+    peaks = {**(base.flops_per_s if base else {}), **flops}
+    if matmul is not None and matmul > peaks.get("bf16", matmul):
+        raise UsageError(
+            f"{place}: matmul_flops_per_s {matmul:g} is above the peak of bf16, {peaks['bf16']:g}: give what products reach"
+        )
+    family = _text(said, "family", base.family if base else "unknown", place)
+    if family not in (known := (*families(), "unknown")):
+        raise UsageError(
+            f"{place}: no family is called {family!r}{near(family, known)}: one of {', '.join(known)}"
+        )
     return Device(
         name=_text(said, "name", base.name if base else "device", place),
-        family=_text(said, "family", base.family if base else "unknown", place),
-        flops_per_s={**(base.flops_per_s if base else {}), **flops},
+        family=family,
+        flops_per_s=peaks,
         memory_bytes=memory or (base.memory_bytes if base else 0),
         memory_bandwidth=bandwidth or (base.memory_bandwidth if base else Bandwidth(1.0)),
         link=link or (base.link if base else None),

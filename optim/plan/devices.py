@@ -19,7 +19,7 @@ from trine.optim.plan.cluster import Device
 from trine.record.errors import UsageError
 from trine.record.hardware import Peaks, all_peaks, calibrated, peaks_of
 
-__all__ = ["DeviceFacts", "device_named", "device_names", "facts_of"]
+__all__ = ["DeviceFacts", "device_named", "device_names", "facts_of", "families"]
 
 #: Said of the device or its maker, and not which one it is.
 _NOISE = frozenset(
@@ -103,6 +103,11 @@ def facts_of(device: Device) -> DeviceFacts | None:
 def device_names() -> tuple[str, ...]:
     """All that have a datasheet and a family."""
     return tuple(row.device for row in _table())
+
+
+def families() -> tuple[str, ...]:
+    """Families that devices belong to; constants are fitted for one."""
+    return tuple(sorted({row.family for row in _table()} | {"cpu"}))
 
 
 def _device(peaks: Peaks, note: str = "") -> Device:

@@ -100,6 +100,10 @@ def link_of(
     bandwidth = _bandwidth_of(text, device, devices_per_node, between)
     note = ""
     if bandwidth is None:
+        if kind is None:
+            raise UsageError(
+                f'{text!r} names no link and no rate: write both, as in "NVLink4 450GB/s" or "400Gb/s NDR InfiniBand"'
+            )
         if usual is None or device is None:
             raise UsageError(f'{text!r} says no rate: add one with its unit, as in "{text} 400Gb/s"')
         bandwidth = usual.bandwidth

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
+import numpy.typing as npt
 
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.constants import OPERATORS
@@ -90,6 +91,11 @@ class Rates:
     units: Column
     depth: Column
     element_bytes: Column
+
+    @property
+    def is_short(self) -> npt.NDArray[np.bool_]:
+        """Where elements have 16 bits, which tensor units load by eight; full precision has no such units, or loads less at once."""
+        return self.element_bytes < 4
 
 
 def rates_of(conditions: Conditions, layouts: Layouts, *, linear: bool = True) -> Rates:
@@ -227,7 +233,7 @@ def _scores(
         part, head, sizes.sequence, batch, on
     )
     # Rows of 16-bit elements that are no multiple of 16 bytes miss the tensor units' loads (NVIDIA's guide, section 2.1).
-    matmuls = matmuls * np.where(head % 8 == 0, 1.0, _UNALIGNED)
+    matmuls = matmuls * np.where((head % 8 == 0) | ~on.is_short, 1.0, _UNALIGNED)
     elements = tokens * heads * sizes.sequence
     # Bytes an element. Forward: scale, mask and softmax read and write, or all in one; dropout reads, writes and keeps a mask
     # of a byte. Backward: softmax reads its result, too; of the mask nothing is written.
@@ -320,7 +326,8 @@ def _recomputed(block: _Block, sizes: Sizes, conditions: Conditions, layouts: La
 def _head(sizes: Sizes, conditions: Conditions, tokens: Column, tensor: Column, on: Rates) -> Pass:
     """The output matmul and the loss over a rank's part of the vocabulary, in 32-bit."""
     # Software pads a vocabulary that it splits; one that it does not, and that is no multiple of 8, is read unaligned.
-    slower = np.where((sizes.vocab % 8 == 0) | (tensor > 1) | (conditions.padded > 0), 1.0, _UNALIGNED_HEAD)
+    is_aligned = (sizes.vocab % 8 == 0) | (tensor > 1) | (conditions.padded > 0) | ~on.is_short
+    slower = np.where(is_aligned, 1.0, _UNALIGNED_HEAD)
     forward, by_input, by_weight = (
         each * slower for each in _linear(tokens, sizes.vocab / tensor, sizes.hidden, np.ones(1), on)
     )

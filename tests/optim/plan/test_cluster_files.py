@@ -108,6 +108,15 @@ OWN = '[device]\nname = "new"\nmemory = "48 GiB"\nmemory_bandwidth = "1 TB/s"\nf
     ("text", "message"),
     [
         ("device = ", "is not TOML"),
+        (
+            'device = "H100"\nbetween = "carrier pigeon"\n',
+            "between: 'carrier pigeon' names no link and no rate",
+        ),
+        (
+            '[device]\nlike = "H100"\nfamily = "hoper"\n',
+            r"no family is called 'hoper' \(did you mean 'hopper'\?\)",
+        ),
+        ('[device]\nlike = "H100"\nmatmul_flops_per_s = 9e15\n', "is above the peak of bf16"),
         ("nodes = 2\n", "has no device"),
         ('device = "H1000"\n', "no device is known"),
         ("device = 3\n", "device must be a name or a table"),

@@ -128,14 +128,17 @@ def test_fp8_hastens_matmuls_alone() -> None:
 def test_an_odd_vocabulary_is_slow_where_nobody_pads_it() -> None:
     cluster = Cluster(device=A100, devices_per_node=8)
 
-    def head_s(vocab: int, stack: str, tensor: int = 1) -> float:
+    def head_s(vocab: int, stack: str, tensor: int = 1, precision: str = "bf16") -> float:
         sizes = Sizes.of(GPT.with_changes(vocab=vocab))
         conditions = Conditions.of(cluster, stack_named(stack))
-        return float(layer_times(sizes, conditions, Layouts.of(tensor=tensor)).head.weight_s[0])
+        layouts = Layouts.of(tensor=tensor, precision=precision)
+        return float(layer_times(sizes, conditions, layouts).head.weight_s[0])
 
     assert head_s(50257, "pytorch") > 2 * head_s(50304, "pytorch")
     assert head_s(50257, "megatron-core") < 1.1 * head_s(50304, "megatron-core")
     assert head_s(50257, "pytorch", tensor=2) < head_s(50304, "pytorch")
+    # Full precision has no tensor units to leave.
+    assert head_s(50257, "pytorch", precision="fp32") < 1.1 * head_s(50304, "pytorch", precision="fp32")
 
 
 def test_dropout_of_scores_moves_five_bytes_an_element_there_and_back() -> None:
