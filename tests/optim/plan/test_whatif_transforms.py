@@ -29,17 +29,6 @@ def test_the_replay_of_a_step_is_the_step_and_its_error_comes_first() -> None:
     assert str(found).startswith("loader_wait = False: ")
 
 
-@pytest.mark.parametrize("changes", [None, {}, [], "precision.dtype=bf16"])
-def test_changes_are_a_table_of_keys(changes: Any) -> None:
-    with pytest.raises(UsageError, match="what_if wants changes by key"):
-        run().what_if(changes)
-
-
-def test_as_many_micro_batches_as_take_minutes_to_replay_are_refused() -> None:
-    with pytest.raises(UsageError, match="up to 128 of them"):
-        run().what_if({"accumulation.steps": 10**9})
-
-
 def test_products_in_bf16_take_their_calibrated_ratio_and_casts_come_between() -> None:
     before = run()
     found = before.what_if({"precision.dtype": "bf16"})
