@@ -59,8 +59,11 @@ def calibrate_all(
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     tell("all-reduce between local ranks")
+    collective: Mapping[str, float | int | str] = {}
+    links: Rows = []
     between = _try(lambda: measure_links(ranks or max(2, min(devices, 8)), tell=tell), tell)
-    collective, links = between or ({}, [])
+    if between is not None:
+        collective, links = between
     on_device = collective.get("backend") == "nccl"
     yield from _processors({} if on_device else collective, [] if on_device else links, tell)
     yield from _accelerators(devices, collective if on_device else {}, links if on_device else [], tell)

@@ -26,6 +26,8 @@ __all__ = ["ALL_REDUCE_BYTES", "Rows", "Tell", "measure_all_reduce", "measure_li
 
 ALL_REDUCE_BYTES = tuple(2**exponent for exponent in (3, 10, 14, 17, 20, 22, 24))
 ALL_REDUCE_SECONDS = 90.0
+#: For what ranks have sent already, once one of them has failed.
+_UNDER_WAY_S = 1.0
 #: What a backend raises for what it cannot do, or where another rank is lost.
 _FAILURES = (RuntimeError, OSError, ValueError, TypeError, AttributeError)
 
@@ -41,7 +43,7 @@ def measure_all_reduce(ranks: int = 2, seconds: float = ALL_REDUCE_SECONDS) -> d
     NCCL with a device a rank where there are enough, else gloo with one thread a rank. Raises ``TrineError`` when the
     ranks fail or take longer than ``seconds``; no process outlives the call.
     """
-    return _between_ranks(ranks, seconds, None)[0]
+    return _between_ranks(ranks, seconds, ())[0]
 
 
 def measure_links(
@@ -50,18 +52,18 @@ def measure_links(
     """:func:`measure_all_reduce`, single times of other collectives (:mod:`trine.profiler.calibrate_links`), and what shards
     cost their hosts (:mod:`trine.profiler.calibrate_sharding`).
 
-    Where the others fail, ``tell`` gets the reason, and the all-reduce stands alone.
+    Where one of these fails, ``tell`` gets the reason, and what was measured before it is given.
     """
-    collective, rows, complaint = _between_ranks(ranks, seconds, _collectives_and_shards)
+    collective, rows, complaint = _between_ranks(ranks, seconds, (measure_collectives, measure_sharding))
     if complaint is not None:
-        tell(f"left out: other collectives: {complaint}")
+        tell(f"left out: collectives or shards between ranks: {complaint}")
     return collective, rows
 
 
 def _between_ranks(
-    ranks: int, seconds: float, others: Others | None
+    ranks: int, seconds: float, others: Sequence[Others]
 ) -> tuple[dict[str, float | int | str], Rows, str | None]:
-    """The all-reduce, then what ``others`` measures in the same group, or why that was left out."""
+    """The all-reduce, then what ``others`` measure in the same group, and why any of that was left out."""
     backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "gloo"
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
@@ -75,7 +77,7 @@ def _between_ranks(
     try:
         for worker in workers:
             worker.start()
-        times, rows, complaint = _results(results, workers, seconds, others is not None)
+        times, rows, complaint = _results(results, workers, seconds, len(others))
     finally:
         for worker in workers:
             if worker.pid is not None:
@@ -95,30 +97,34 @@ def _between_ranks(
 
 
 def _results(
-    results: Any, workers: Sequence[Any], seconds: float, with_others: bool
+    results: Any, workers: Sequence[Any], seconds: float, parts: int
 ) -> tuple[list[float], Rows, str | None]:
-    """Seconds of the all-reduce by size, rows of other collectives, and why these were left out."""
-    found: dict[str, Any] = {}
+    """Seconds of the all-reduce by size, rows of so many other ``parts``, and why some of these were left out."""
+    times: list[float] | None = None
+    rows: Rows = []
+    measured, reason = 0, ""
     deadline = time.monotonic() + seconds
-    reason = f"{len(workers)} ranks took longer than {seconds:.0f} s"
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and (times is None or measured < parts):
         try:
             kind, value = results.get(timeout=0.1)
         except queue.Empty:
             dead = [worker for worker in workers if worker.exitcode not in (None, 0)]
             if dead and results.empty():
-                reason = f"a rank ended with code {dead[0].exitcode}"
+                reason = reason or f"a rank ended with code {dead[0].exitcode}"
                 break
             continue
-        found[kind] = value
-        is_done = not with_others or "rows" in found or "left out" in found
-        if "failed" in found or ("times" in found and is_done):
-            reason = found.get("left out") or found.get("failed")
-            break
-    if "times" not in found:
+        if kind == "times":
+            times = value
+        elif kind == "rows":
+            rows += value
+            measured += 1
+        else:
+            reason = reason or value
+            deadline = min(deadline, time.monotonic() + _UNDER_WAY_S)
+    reason = reason or f"{len(workers)} ranks took longer than {seconds:.0f} s"
+    if times is None:
         raise TrineError(f"the all-reduce was not measured: {reason}")
-    rows: Rows = found.get("rows", [])
-    return found["times"], rows, reason if with_others and not rows else None
+    return times, rows, reason if measured < parts else None
 
 
 def _free_port() -> int:
@@ -130,16 +136,8 @@ def _free_port() -> int:
 # --- in the ranks -------------------------------------------------------------------------------
 
 
-def _collectives_and_shards(device: torch.device) -> Rows:
-    rows = measure_collectives(device)
-    try:
-        return [*rows, *measure_sharding(device)]
-    except (ImportError, *_FAILURES):  # a release or a backend that has no FSDP2
-        return rows
-
-
 def _all_reduce_rank(
-    rank: int, ranks: int, backend: str, port: int, results: Any, others: Others | None
+    rank: int, ranks: int, backend: str, port: int, results: Any, others: Sequence[Others]
 ) -> None:
     """One of the spawned ranks: rank 0 reports the median seconds by size, each of them what went wrong."""
     from torch import distributed
@@ -161,8 +159,7 @@ def _all_reduce_rank(
         times = [_all_reduce_seconds(size, device) for size in ALL_REDUCE_BYTES]
         if rank == 0:
             results.put(("times", times))
-        if others is not None:
-            _measure_others(rank, device, results, others)
+        _measure_others(rank, device, results, others)
         distributed.barrier()
         distributed.destroy_process_group()
     except _FAILURES as error:  # of anything else the exit code tells
@@ -170,15 +167,15 @@ def _all_reduce_rank(
         raise SystemExit(1) from None
 
 
-def _measure_others(rank: int, device: torch.device, results: Any, others: Others) -> None:
-    """A backend that refuses one of these collectives must not take the all-reduce along."""
+def _measure_others(rank: int, device: torch.device, results: Any, others: Sequence[Others]) -> None:
+    """Until one fails: a collective that a backend refuses, or a release without FSDP2, takes nothing along."""
     try:
-        rows = others(device)
-    except _FAILURES as error:
+        for measure in others:
+            rows = measure(device)
+            if rank == 0:
+                results.put(("rows", rows))
+    except (ImportError, *_FAILURES) as error:
         results.put(("left out", _said(rank, error)))
-    else:
-        if rank == 0:
-            results.put(("rows", rows))
 
 
 def _said(rank: int, error: Exception) -> str:

@@ -85,7 +85,7 @@ def one_rank() -> Iterator[Callable[..., queue.Queue[Any]]]:
     """What the only rank of a calibration reports."""
     threads = torch.get_num_threads()
 
-    def reported(others: Any) -> queue.Queue[Any]:
+    def reported(*others: Any) -> queue.Queue[Any]:
         results: queue.Queue[Any] = queue.Queue()
         calibrate_ranks._all_reduce_rank(0, 1, "gloo", calibrate_ranks._free_port(), results, others)
         return results
@@ -94,48 +94,70 @@ def one_rank() -> Iterator[Callable[..., queue.Queue[Any]]]:
     torch.set_num_threads(threads)
 
 
-def test_collectives_that_are_refused_leave_the_all_reduce(one_rank: Any) -> None:
-    times, rows, complaint = calibrate_ranks._results(one_rank(failing_on_the_last), [], 5, True)
-    assert len(times) == len(SIZES) and rows == []
-    assert complaint == "rank 0: RuntimeError: no such collective"
-    times, rows, complaint = calibrate_ranks._results(one_rank(lambda device: [{"bytes": 8}]), [], 5, True)
-    assert len(times) == len(SIZES) and rows == [{"bytes": 8}] and complaint is None
+def one_row(device: torch.device) -> list[dict[str, Any]]:
+    return [{"bytes": 8}]
+
+
+def test_what_is_refused_leaves_what_was_measured_before_it(
+    one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate_ranks, "_UNDER_WAY_S", 0.2)
+    for before in ([], [one_row]):
+        results = one_rank(*before, failing_on_the_last)
+        times, rows, complaint = calibrate_ranks._results(results, [], 5, len(before) + 1)
+        assert len(times) == len(SIZES) and rows == [{"bytes": 8}] * len(before)
+        assert complaint == "rank 0: RuntimeError: no such collective"
+    times, rows, complaint = calibrate_ranks._results(one_rank(one_row, one_row), [], 5, 2)
+    assert len(times) == len(SIZES) and rows == [{"bytes": 8}] * 2 and complaint is None
+
+
+def test_what_a_rank_has_sent_is_awaited_once_another_has_failed() -> None:
+    results: queue.Queue[Any] = queue.Queue()
+    results.put(("left out", "rank 1: it failed"))
+    results.put(("failed", "rank 1: and again"))
+    results.put(("times", [1.0]))
+    results.put(("rows", [{"bytes": 8}]))
+    dead = [SimpleNamespace(exitcode=1)]
+    assert calibrate_ranks._results(results, dead, 5, 2) == ([1.0], [{"bytes": 8}], "rank 1: it failed")
 
 
 def test_whoever_asks_for_the_all_reduce_pays_for_no_more(
     one_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = one_rank(None)
+    results = one_rank()
     assert results.get_nowait()[0] == "times" and results.empty()
     asked: list[object] = []
     found = ({"ranks": 2}, [], None)
     monkeypatch.setattr(calibrate_ranks, "_between_ranks", lambda *given: asked.append(given[2]) or found)
-    assert calibrate.measure_all_reduce(2) == {"ranks": 2} and asked == [None]
+    assert calibrate.measure_all_reduce(2) == {"ranks": 2} and asked == [()]
 
 
 def test_ranks_that_are_lost_after_the_all_reduce_do_not_take_it_along() -> None:
     results: queue.Queue[Any] = queue.Queue()
     results.put(("times", [1.0]))
     dead = [SimpleNamespace(exitcode=-9)]
-    assert calibrate_ranks._results(results, dead, 5, True) == ([1.0], [], "a rank ended with code -9")
+    assert calibrate_ranks._results(results, dead, 5, 1) == ([1.0], [], "a rank ended with code -9")
     results.put(("times", [1.0]))
     silent = [SimpleNamespace(exitcode=None)]
-    assert calibrate_ranks._results(results, silent, 0.1, True)[2] == "1 ranks took longer than 0 s"
+    assert calibrate_ranks._results(results, silent, 0.1, 1)[2] == "1 ranks took longer than 0 s"
     with pytest.raises(TrineError, match="not measured: a rank ended with code -9"):
-        calibrate_ranks._results(results, dead, 5, True)
+        calibrate_ranks._results(results, dead, 5, 0)
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_at_other_collectives_does_not_take_the_all_reduce_along(
+def test_a_rank_that_fails_does_not_take_along_what_was_measured_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = calibrate_ranks._between_ranks(2, 90, failing_on_the_last)
+    found = calibrate_ranks._between_ranks(2, 90, (one_row, failing_on_the_last))
     assert float(found[0]["alpha_s"]) > 0
-    assert found[1:] == ([], "rank 1: RuntimeError: no such collective")
+    assert found[1:] == (
+        [{"backend": "gloo", "ranks": 2, "bytes": 8}],
+        "rank 1: RuntimeError: no such collective",
+    )
     monkeypatch.setattr(calibrate_ranks, "_between_ranks", lambda *given: found)
     told: list[str] = []
-    assert calibrate.measure_links(2, tell=told.append) == (found[0], [])
-    assert told == ["left out: other collectives: rank 1: RuntimeError: no such collective"]
+    assert calibrate.measure_links(2, tell=told.append) == found[:2]
+    assert told == [f"left out: collectives or shards between ranks: {found[2]}"]
 
 
 def test_what_fails_is_left_out_and_what_is_measured_is_given_at_once(
