@@ -20,11 +20,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import torch
 from torch.nn import functional
+
+from .calibrate_ranks import timed
 
 __all__ = ["measure_operations"]
 
@@ -33,6 +35,13 @@ SIDES = (64, 256, 1024)
 #: Heads, tokens and head sizes of batched products; both orders, Q·Kᵀ and P·V.
 HEADS, TOKENS, HEAD_SIZES = 8, (64, 256, 512), (32, 64, 128)
 ELEMENTS = (2**12, 2**15, 2**18, 2**20, 2**22)
+#: The same of a device, which smaller work leaves idle; products of at most so many multiplications.
+DEVICE_SIDES, DEVICE_TOKENS, DEVICE_ELEMENTS = (
+    (256, 1024, 4096, 8192),
+    (256, 1024, 2048),
+    (2**16, 2**20, 2**24, 2**26),
+)
+MOST_MULTIPLICATIONS = 2**36
 #: Elements of a row, of what normalises rows; attention has it in heads of such a size.
 ROW, HEADS_OF_A_ROW = 256, (8, 32)
 #: Bytes that a call's inputs and outputs take turns in: beyond the last-level cache that a core is likely to have for
@@ -41,6 +50,8 @@ COLD_BYTES, MOST_TENSORS = 48 * 2**20, 24
 #: glibc keeps for itself what is as large as something that was freed before, up to 32 MiB (mallopt(3)): no call then
 #: pays for new pages.
 KEPT_BYTES = 31 * 2**20
+#: Calls on a device are timed together for as long, so that their launches run ahead of it.
+LAUNCHED_S = 1e-3
 #: Of one operation all repetitions together, but at least five.
 SECONDS, LEAST = 0.01, 5
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -75,13 +86,14 @@ def _products(
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(dtype)
 
-    for rows in SIDES:
-        for columns in SIDES:
-            for inner in SIDES:
-                left, right = drawn(rows, inner), drawn(inner, columns)
-                layouts = ((left, right), (left, drawn(columns, inner).t()), (drawn(inner, rows).t(), right))
-                yield (1, rows, columns, inner), tuple(partial(torch.mm, *pair) for pair in layouts)
-    for tokens in TOKENS:
+    on_host = device.type == "cpu"
+    sides = SIDES if on_host else DEVICE_SIDES
+    for rows, columns, inner in product(sides, sides, sides):
+        if rows * columns * inner <= MOST_MULTIPLICATIONS:
+            left, right = drawn(rows, inner), drawn(inner, columns)
+            layouts = ((left, right), (left, drawn(columns, inner).t()), (drawn(inner, rows).t(), right))
+            yield (1, rows, columns, inner), tuple(partial(torch.mm, *pair) for pair in layouts)
+    for tokens in TOKENS if on_host else DEVICE_TOKENS:
         for size in HEAD_SIZES:
             query, key, scores = (
                 drawn(HEADS, tokens, size),
@@ -99,7 +111,7 @@ def _memory_work(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str
     """(operation, elements of its output, what is timed)."""
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     aten = torch.ops.aten
-    for elements in ELEMENTS:
+    for elements in ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS:
         rows = elements // ROW
         drawn = torch.randn(rows, ROW, device=device).to(dtype)
         count = max(2, min(MOST_TENSORS, COLD_BYTES // (elements * dtype.itemsize)))
@@ -150,20 +162,24 @@ def _cold(work: Callable[..., Any], inputs: list[tuple[torch.Tensor, ...]]) -> W
 def _best(work: Work, device: torch.device) -> float:
     """Seconds of the fastest repetition, after one that warms up."""
     work()
+    count = 1 if device.type == "cpu" else min(max(1, int(LAUNCHED_S / _timed(work, device))), MOST_TENSORS)
     best, deadline, done = math.inf, time.perf_counter() + SECONDS, 0
     while done < LEAST or (time.perf_counter() < deadline and done < 50):
-        best = min(best, _timed(work, device))
+        best = min(best, _timed(work, device, count))
         done += 1
     return best
 
 
-def _timed(work: Work, device: torch.device) -> float:
-    """Seconds; of a single thread those that it had a core for, so that neighbours do not count."""
-    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    began = clock()
-    work()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return clock() - began
+def _timed(work: Work, device: torch.device, count: int = 1) -> float:
+    """Seconds of one of ``count`` calls. Of a single thread those that it had a core for, so that neighbours do not count; of
+    a device its own, from event to event."""
+
+    def calls() -> None:
+        for _ in range(count):
+            work()
+
+    if device.type != "cpu" or torch.get_num_threads() > 1:
+        return timed(calls, device) / count
+    began = time.thread_time()
+    calls()
+    return (time.thread_time() - began) / count

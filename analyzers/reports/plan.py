@@ -91,10 +91,14 @@ def _notices(plan: Plan) -> Iterator[str]:
     if best.cost is not None:
         yield _cost_words(best.cost)
     if plan.jitter is not None:
-        yield (
-            f"Steps of one run vary: nine of ten between {duration(float(plan.jitter.low_s) * 1e9)} and"
-            f" {duration(float(plan.jitter.high_s) * 1e9)}."
-        )
+        yield _jitter_words(float(plan.jitter.low_s), float(plan.jitter.high_s))
+
+
+def _jitter_words(low_s: float, high_s: float) -> str:
+    low, high = duration(low_s * 1e9), duration(high_s * 1e9)
+    if low != high:
+        return f"Steps of one run vary: nine of ten between {low} and {high}."
+    return f"Steps of one run hardly vary: nine of ten lie within {max(high_s / low_s - 1, 5e-4):.1%} of each other, at {low}."
 
 
 def _cost_words(cost: RunCost) -> str:

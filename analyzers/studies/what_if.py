@@ -42,6 +42,8 @@ _BESIDE = frozenset(
 )
 #: A replay that is further off than this says nothing of changes.
 MOST_ERROR = 0.1
+#: The same of the graph against the usual step: that has ranks wait for each other's slow moments, which phases' medians lack.
+MOST_USUAL_ERROR = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Answer(Tabular):
 @dataclass(frozen=True, slots=True)
 class WhatIfs(Tabular):
     """``replay_error`` is the median step's; ``basis`` what tasks are: kernels, operators or phases. ``notes``: assumed.
+    ``usual_error``: of the graph that changes are made to, against the usual step.
 
     ``run`` answers other changes: :meth:`ask`.
     """
@@ -78,6 +81,7 @@ class WhatIfs(Tabular):
 
     basis: str
     replay_error: float
+    usual_error: float
     step_ns: int
     steps: tuple[ReplayedStep, ...]
     answers: tuple[Answer, ...]
@@ -87,7 +91,9 @@ class WhatIfs(Tabular):
     def ask(self, change: Mapping[str, Any]) -> WhatIf | None:
         """The answer to a recommendation's change; None where the graph, its replay or the machine's times cannot say."""
         asked = {key: value for key, value in change.items() if key not in _BESIDE}
-        if not asked or self.basis == "phases" or abs(self.replay_error) > MOST_ERROR:
+        if not asked or self.basis == "phases":
+            return None
+        if abs(self.replay_error) > MOST_ERROR or abs(self.usual_error) > MOST_USUAL_ERROR:
             return None
         try:
             return self.run.what_if(asked)
@@ -136,7 +142,14 @@ def join(parts: Mapping[int, Part], whole: Whole) -> WhatIfs | str:
         for step in run.graph.recorded
     )  # fmt: skip
     return WhatIfs(
-        run.graph.basis, shown.replay_error, _ns(shown.step.mid), steps, tuple(answers), run.graph.notes, run
+        run.graph.basis,
+        shown.replay_error,
+        shown.usual_error,
+        _ns(shown.step.mid),
+        steps,
+        tuple(answers),
+        run.graph.notes,
+        run,
     )
 
 
@@ -160,6 +173,7 @@ def to_json(result: WhatIfs) -> dict[str, Any]:
     return {
         "basis": result.basis,
         "replay_error": result.replay_error,
+        "usual_error": result.usual_error,
         "step_ns": result.step_ns,
         "steps": [asdict(step) for step in result.steps],
         "answers": [asdict(answer) for answer in result.answers],

@@ -77,6 +77,7 @@ def test_a_replay_that_is_far_off_is_not_trusted(analysis: Any) -> None:
     study = analysis.study("what_if")
     assert study.ask({"straggler": False}) is not None
     assert replace(study, replay_error=-0.2).ask({"straggler": False}) is None
+    assert replace(study, usual_error=-0.3).ask({"straggler": False}) is None
 
 
 def test_steps_without_operators_say_what_is_missing(data: Path) -> None:

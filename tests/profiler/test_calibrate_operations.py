@@ -153,3 +153,27 @@ def test_a_call_finds_other_tensors_than_the_call_before_and_keeps_what_it_made(
         call()
     assert seen == [0.0, 1.0, 2.0] * 2
     assert all(len(set(made[at : at + 3])) == 3 for at in range(4))
+
+
+def test_a_device_is_timed_over_launches_that_run_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, blocks = [0], []
+
+    def timed(work: Callable[[], Any], device: torch.device) -> float:
+        before = calls[0]
+        work()
+        blocks.append(calls[0] - before)
+        return 1e-4 * blocks[-1]
+
+    def work() -> None:
+        calls[0] += 1
+
+    monkeypatch.setattr(calibrate_operations, "timed", timed)
+    assert calibrate_operations._best(work, torch.device("cuda", 0)) == pytest.approx(1e-4)
+    assert blocks[0] == 1 and set(blocks[1:]) == {10}  # a millisecond together
+
+
+def test_products_of_a_device_are_large_but_none_takes_too_long() -> None:
+    shapes = [shape for shape, _ in calibrate_operations._products(torch.float32, torch.device("meta"))]
+    plain = [shape for shape in shapes if shape[0] == 1]
+    assert (1, 8192, 8192, 1024) in plain and (1, 4096, 4096, 4096) in plain
+    assert (1, 8192, 8192, 8192) not in plain

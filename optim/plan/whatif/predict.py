@@ -6,7 +6,9 @@ trusted. Then the changed graph is replayed, and the step is
     usual step · replay of the changed graph / replay of the graph
 
 Its interval is a bootstrap over what was measured (Efron and Tibshirani 1993, chapter 13): steady steps are drawn with
-replacement, and of every draw the median is multiplied by the ratio of one of the replayed steps, drawn as well.
+replacement, and of every draw the median is multiplied by the ratio of one of the replayed steps, drawn as well. A change
+is known as well as the calibration that it is read off: its size is drawn with the calibration's spread; and as well as the
+graph, whose own length is off by so much from the steps that it stands for.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from trine.optim.config import Config
-from trine.optim.plan.whatif.build import Steady, graph_of
+from trine.optim.plan.whatif.build import Array, Steady, graph_of
 from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task
 from trine.optim.plan.whatif.replay import replay
 from trine.optim.plan.whatif.times import OperationTimes
@@ -50,7 +52,8 @@ class Interval:
 class WhatIf:
     """The answer. Times in seconds a step. ``replay_error`` is of the median step, relative; ``replay_errors`` of each.
 
-    ``gain`` is what the step would be shorter by, negative where longer. ``notes`` are what is assumed.
+    ``gain`` is what the step would be shorter by, negative where longer. ``notes`` are what is assumed. ``usual_error``:
+    how far the graph that is changed, with its host as usual and its transfers apart, is from the usual step.
     """
 
     changes: Mapping[str, Any]
@@ -61,12 +64,14 @@ class WhatIf:
     predicted: Interval
     gain: Interval
     notes: tuple[str, ...]
+    usual_error: float = 0.0
 
     def __str__(self) -> str:
         asked = ", ".join(f"{key} = {value}" for key, value in self.changes.items())
         return (
             f"{asked}: {self.predicted.mid * 1e3:.4g} ms a step instead of {self.step.mid * 1e3:.4g} "
-            f"({self.predicted.low * 1e3:.4g} to {self.predicted.high * 1e3:.4g}; the replay is {self.replay_error:+.1%} off)"
+            f"({self.predicted.low * 1e3:.4g} to {self.predicted.high * 1e3:.4g}; the replay is {self.replay_error:+.1%} off, "
+            f"of the usual step {self.usual_error:+.1%})"
         )
 
 
@@ -80,22 +85,32 @@ class Recorded:
     replay_errors: Mapping[int, float]
     base_s: Mapping[int, float]
 
+    @property
+    def measured(self) -> Array:
+        """Seconds of the steps that a change is told of: those outside windows, else the ones that are replayed."""
+        if len(self.steady.seconds):
+            return self.steady.seconds
+        return np.array([step.measured_s for step in self.graph.steps])
+
+    @property
+    def usual_error(self) -> float:
+        """How far the graph's length, before anything is changed, is from the median of :attr:`measured`; relative."""
+        return median(self.base_s.values()) / float(np.median(self.measured)) - 1
+
     def what_if(self, changes: Mapping[str, Any]) -> WhatIf:
         """Raises ``UsageError`` for keys that no transformation answers for, or that this record cannot answer."""
         graph = _transformed(self.graph, changes, self.times)
         ratios = np.array(
             [replay(step, graph.slowdown).seconds / self.base_s[step.index] for step in graph.steps]
         )
-        measured = self.steady.seconds
-        if not len(measured):
-            measured = np.array([step.measured_s for step in self.graph.steps])
-        before, after = _bootstrap(measured, ratios)
+        measured, error = self.measured, self.usual_error
+        before, after = _bootstrap(measured, ratios, self.times.spread, error)
         usual = float(np.median(measured))
         predicted = usual * median(ratios.tolist())
         return WhatIf(
             dict(changes), graph.basis, _typical(self.replay_errors), self.replay_errors,
             _interval(usual, before), _interval(predicted, after), _interval(usual - predicted, before - after),
-            graph.notes,
+            graph.notes, error,
         )  # fmt: skip
 
 
@@ -191,12 +206,17 @@ def _quick(each: RankStep, slowdown: float) -> RankStep:
     return replace(each, tasks=tuple(found))
 
 
-def _bootstrap(measured: Any, ratios: Any) -> tuple[Any, Any]:
-    """Medians of draws before the change, and the same draws after it, each of shape (DRAWS,)."""
+def _bootstrap(measured: Array, ratios: Array, spread: float, error: float) -> tuple[Array, Array]:
+    """Medians of draws before the change, and the same draws after it, each of shape (DRAWS,).
+
+    ``spread``: relative, of the change's size. ``error``: of the graph, either way.
+    """
     random = np.random.default_rng(0)
     drawn = random.choice(measured, (DRAWS, len(measured)))
     before = np.median(drawn, axis=1)
-    return before, before * random.choice(ratios, DRAWS)
+    change = (random.choice(ratios, DRAWS) - 1) * np.maximum(1 + spread * random.standard_normal(DRAWS), 0.0)
+    # What the graph has too much of, or lacks, is in both replays: of it, only the change's share is in doubt.
+    return before, before * (1 + change * (1 + random.choice([-1, 1], DRAWS) * abs(error)))
 
 
 def _interval(mid: float, draws: Any) -> Interval:

@@ -61,6 +61,7 @@ class OperationTimes:
         self._units: dict[tuple[str, bool], list[tuple[int, float]]] = {}
         self.slowdown = 0.0  # seconds of computing lost a second of transfer beside it
         self._read([] if peaks is None else list(peaks.operations))
+        self.spread = self._spread()
 
     def __bool__(self) -> bool:
         return bool(self._memory)
@@ -109,11 +110,7 @@ class OperationTimes:
             raise UsageError(self._missing(f"products in {dtype}"))
         sides, rates = self._products[key]
         here = np.log(np.maximum([product.rows, product.columns, product.inner], 1).astype(np.float64))
-        distance = ((sides - here) ** 2).sum(axis=1)
-        nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
-        weights = 1.0 / (distance[nearest] + 1e-6)
-        rate = float(np.exp((weights * rates[nearest]).sum() / weights.sum()))
-        return product.multiplications / rate
+        return product.multiplications / math.exp(_between(here, sides, rates))
 
     def memory(self, work: str, elements: float, dtype: str) -> float:
         """Seconds of work on memory; below and above what was measured, as its ends are.
@@ -130,6 +127,24 @@ class OperationTimes:
     def has(self, dtype: str) -> bool:
         """Whether products in this dtype were calibrated."""
         return (False, dtype) in self._products
+
+    def _spread(self) -> float:
+        """How far products are from what their neighbours say of them: the median deviation of the ratio of two dtypes, of
+        each product left out in turn, as a standard deviation (1.4826 times it); 0 where one dtype was calibrated."""
+        off: list[float] = []
+        for batched in (False, True):
+            tables = [table for (many, _), table in sorted(self._products.items()) if many == batched]
+            if (
+                len(tables) < 2
+                or len(tables[0][0]) < 3
+                or any(len(t[0]) != len(tables[0][0]) for t in tables)
+            ):
+                continue
+            sides, ratios = tables[0][0], tables[1][1] - tables[0][1]
+            for place in range(len(sides)):
+                others = np.arange(len(sides)) != place
+                off.append(abs(_between(sides[place], sides[others], ratios[others]) - float(ratios[place])))
+        return 1.4826 * float(np.median(off)) if off else 0.0
 
     # --- between ranks ---
 
@@ -158,3 +173,11 @@ class OperationTimes:
         if self._peaks is None:
             return f"{what}: this machine is not calibrated: run trine hardware --calibrate where the record is from"
         return f"{what} is not in this machine's calibration: run trine hardware --calibrate again"
+
+
+def _between(here: Array, sides: Array, values: Array) -> float:
+    """The mean of the nearest values, by inverse squared distance; ``here`` of shape (3,), ``sides`` (points, 3)."""
+    distance = ((sides - here) ** 2).sum(axis=1)
+    nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
+    weights = 1.0 / (distance[nearest] + 1e-6)
+    return float((weights * values[nearest]).sum() / weights.sum())

@@ -385,3 +385,12 @@ def test_a_staircase_beats_what_any_of_its_points_beats(
         staircase.add(*(np.asarray([value], dtype=float) for value in point))
     beaten = staircase.beats(*(np.asarray([value], dtype=float) for value in other))[0]
     assert beaten == any(a <= other[0] and b <= other[1] for a, b in points)
+
+
+def test_steps_that_read_alike_are_not_said_to_lie_between_each_other() -> None:
+    from trine.analyzers.reports.plan import _jitter_words
+
+    assert _jitter_words(3.86, 3.93) == "Steps of one run vary: nine of ten between 3.86 s and 3.93 s."
+    assert _jitter_words(3.4801, 3.4845) == (
+        "Steps of one run hardly vary: nine of ten lie within 0.1% of each other, at 3.48 s."
+    )
