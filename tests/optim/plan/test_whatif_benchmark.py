@@ -52,6 +52,15 @@ def test_a_sign_is_judged_beyond_noise_alone(
     assert rows[0].sign is sign
 
 
+def test_a_ratio_is_covered_where_the_interval_holds_it(benchmark: ModuleType) -> None:
+    even = Interval(0.2, 0.2, 0.2)
+    wide = WhatIf({}, "operators", 0.0, {}, even, Interval(0.09, 0.11, 0.13), even, ())
+    measured = {"plain": [0.4] * 5, "a": [0.24] * 5, "b": [0.3] * 5}  # 0.12 and 0.15 s of 0.2
+    rows = benchmark.rows_of("gpt", {"a": wide, "b": wide}, measured)
+    assert [row.covered for row in rows] == [True, False]
+    assert benchmark.summary_of(rows)["covered"] == 1
+
+
 def test_what_was_not_answered_or_not_measured_is_no_row(benchmark: ModuleType) -> None:
     assert benchmark.rows_of("gpt", {"bf16": "no answer", "zero 1": answer(0.1)}, {"plain": [0.4]}) == []
 
