@@ -23,6 +23,7 @@ _BOTH: dict[str, object] = {
     "--swiglu": bool,
     "--disable-bias-linear": bool,
     "--untie-embeddings-and-output-weights": bool,
+    "--rotary-percent": float,
     "--attention-dropout": float,
     "--hidden-dropout": float,
     "--tensor-model-parallel-size": int,
@@ -46,6 +47,7 @@ MEGATRON: dict[str, object] = {
     "--num-query-groups": int,
     "--add-qkv-bias": bool,
     "--position-embedding-type": ("learned_absolute", "rope", "mrope", "relative", "none"),
+    "--rotary-base": int,
     "--normalization": ("LayerNorm", "RMSNorm"),
     "--qk-layernorm": bool,
     "--window-size": str,  # tuple_type
@@ -93,6 +95,8 @@ MEGATRON_DEEPSPEED: dict[str, object] = {
     **_BOTH,
     "--num-key-value-heads": int,
     "--use-rotary-position-embeddings": bool,
+    "--rotary-position-embeddings-theta": int,
+    "--no-position-embedding": bool,  # store_false
     "--normalization": ("layernorm", "rmsnorm"),
     "--num-experts": int,
     "--topk": int,

@@ -7,7 +7,7 @@ from trine.optim.exports._exported import Exported
 from trine.optim.exports._text import Flags
 from trine.optim.plan.workload import Workload
 
-__all__ = ["add_batch", "add_model", "add_sizes", "name_kinds"]
+__all__ = ["add_batch", "add_model", "add_rotary", "add_sizes", "name_kinds"]
 
 
 def add_sizes(flags: Flags, workload: Workload) -> None:
@@ -28,17 +28,25 @@ def add_sizes(flags: Flags, workload: Workload) -> None:
         flags.add("--untie-embeddings-and-output-weights")
 
 
+def add_rotary(flags: Flags, workload: Workload, base_flag: str) -> None:
+    """The base of rotary positions, which both take as a whole number, and the share of a head that turns."""
+    if workload.position_kind == "rotary" and workload.rotary_base:
+        flags.add(base_flag, round(workload.rotary_base))
+    if workload.rotary_share != 1:
+        flags.add("--rotary-percent", workload.rotary_share)
+
+
 def name_kinds(workload: Workload, account: Account, base_flag: str, unlike: tuple[str, ...]) -> None:
     """Name what sizes do not tell, and how it is written; and what neither has flags for.
 
-    A workload knows what a model holds, not what it computes: positions that are not learned may be rotary of any base, or
-    ALiBi; a norm without a bias may be either; a gate may be SiLU's or GELU's. ``base_flag``: the tool's for the base of
-    rotary positions; ``unlike``: what else the tool has no flag for.
+    A workload knows what a model holds, not all that it computes: a norm without a bias may be either; a gate may be SiLU's or
+    GELU's; and positions that are not learned may be of any kind, where it does not say. ``base_flag``: the tool's for the base
+    of rotary positions; ``unlike``: what else the tool has no flag for.
     """
     kinds = ["SiLU gates" if workload.gated else "GELU without gates"]
     if not workload.norm_bias:
         kinds.append("RMSNorm")
-    if not workload.learned_positions:
+    if workload.position_kind in ("", "rotary") and not workload.rotary_base:
         kinds.append(f"rotary positions of base 10000 ({base_flag})")
     account.notes(f"the model: its sizes do not tell its kinds: written as {', '.join(kinds)}")
     found = [words for words, has in _unlike(workload) if has]
@@ -61,6 +69,8 @@ def _unlike(workload: Workload) -> tuple[tuple[str, bool], ...]:
         ("a bias of attention's output unlike the others", workload.output_bias != plain),
         ("a bias of the feed-forward unlike the others", workload.mlp_bias != plain),
         ("attention that looks ahead", not workload.causal),
+        ("ALiBi: rotary positions are written", workload.position_kind == "alibi"),
+        (f"rotary positions scaled by {workload.rotary_scaling}", bool(workload.rotary_scaling)),
         (f"{workload.other_layer_parameters} more parameters a layer", workload.other_layer_parameters > 0),
         (f"{workload.other_parameters} more parameters beside layers", workload.other_parameters > 0),
     )
@@ -80,7 +90,9 @@ def add_model(flags: Flags, exported: Exported, account: Account) -> None:
         flags.add("--num-query-groups", workload.kv_heads)
     if workload.attention_bias and not workload.bias:
         flags.add("--add-qkv-bias")
-    flags.add("--position-embedding-type", "learned_absolute" if workload.learned_positions else "rope")
+    kinds = {"learned": "learned_absolute", "none": "none"}
+    flags.add("--position-embedding-type", kinds.get(workload.position_kind, "rope"))
+    add_rotary(flags, workload, "--rotary-base")
     flags.add("--normalization", "LayerNorm" if workload.norm_bias else "RMSNorm")
     if workload.query_key_norm or workload.latent is not None:  # of latents it norms what is compressed
         flags.add("--qk-layernorm")

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Exported
-from trine.optim.exports._megatron_model import add_batch, add_sizes, name_kinds
+from trine.optim.exports._megatron_model import add_batch, add_rotary, add_sizes, name_kinds
 from trine.optim.exports._text import Flags
 from trine.optim.exports.deepspeed import tables_of
 from trine.optim.plan.workload import Workload
@@ -85,8 +85,11 @@ def _add_model(flags: Flags, exported: Exported, account: Account) -> None:
         flags.add("--num-key-value-heads", workload.kv_heads)
     if workload.window:
         account.notes("the model: it has no sliding window")
-    if not workload.learned_positions:
+    if workload.position_kind == "none":
+        flags.add("--no-position-embedding")
+    elif not workload.learned_positions:
         flags.add("--use-rotary-position-embeddings")
+    add_rotary(flags, workload, "--rotary-position-embeddings-theta")
     if not workload.norm_bias:
         flags.add("--normalization", "rmsnorm")
     if not workload.dropout:

@@ -119,7 +119,7 @@ class Sizes:
             "norm_parameters": workload.norm_parameters,
             "final_norm_parameters": workload.final_norm_parameters,
             "other_parameters": workload.other_parameters,
-            "rotary": not workload.learned_positions,
+            "rotary": workload.position_kind in ("", "rotary"),
             "frozen": frozen,
         }
         return cls(**{name: np.asarray([value], dtype=np.float64) for name, value in values.items()})

@@ -97,6 +97,15 @@ class _Reading:
             raise UsageError(f"{self.where}: {self.name(field)} must be a whole number, not {value!r}")
         return value
 
+    def number(self, field: str) -> float:
+        """A number above nought; 0 where nothing says. Raises ``UsageError``."""
+        value = self.raw(field)
+        if value is None:
+            return 0.0
+        if not _positive(value) or isinstance(value, bool):
+            raise UsageError(f"{self.where}: {self.name(field)} must be a number above 0, not {value!r}")
+        return float(value)
+
     def needed(self, field: str) -> int:
         """A size that must be there. Raises ``UsageError`` naming the key."""
         value = self.size(field)
@@ -163,6 +172,7 @@ def workload_from_config(
         **_mixture(reading, fields),
     }
     fields |= _odds_and_ends(reading, fields)
+    fields |= _positions(reading, fields)
     fields |= _window(reading, fields["layers"])
     return Workload(**fields)
 
@@ -271,6 +281,20 @@ def _odds_and_ends(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, An
         separate = reading.switch("one_kv_head_unless") and reading.config.get("num_ln_in_parallel_attn") != 1
         found["norms"] = 2 if separate else 1
     return found
+
+
+def _positions(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """ALiBi, or rotary positions with their base, the share of a head that turns, and how they are scaled."""
+    if reading.flag("alibi"):
+        return {"position_kind": "alibi"}
+    if reading.dialect.values.get("position_kind") != "rotary" or fields.get("learned_positions"):
+        return {}
+    found: dict[str, Any] = {"position_kind": "rotary", "rotary_base": reading.number("rotary_base")}
+    head_size = fields.get("head_size") or fields["hidden"] // fields["heads"]
+    turned = reading.size("rotary_size")
+    share = turned / head_size if turned else reading.number("rotary_share")
+    scaling = str(reading.raw("rotary_scaling") or "")
+    return found | {"rotary_share": share or 1.0, "rotary_scaling": scaling.replace("default", "")}
 
 
 def _window(reading: _Reading, layers: int) -> dict[str, int]:

@@ -15,7 +15,10 @@ from typing import Any, Literal
 
 from trine.record.errors import UsageError
 
-__all__ = ["Convention", "LatentAttention", "Workload"]
+__all__ = ["POSITIONS", "Convention", "LatentAttention", "Workload"]
+
+#: How a model tells positions apart.
+POSITIONS = ("learned", "rotary", "alibi", "none")
 
 #: The conventions of ``mfu`` in the design, without ``counted``, which needs a run.
 Convention = Literal["palm", "megatron", "narayanan", "6n"]
@@ -50,6 +53,8 @@ class Workload:
     without (``norm_weights``). ``query_key_norm``: weights of a layer's norms over queries and keys. ``positions``: rows of the
     learned positions, 0 for ``sequence``. ``shared_ffn``: of a shared expert, 0 for ``expert_ffn``. ``other_layer_parameters`` and
     ``other_parameters``: what else a layer, and the model outside its layers, hold (sinks, gates, norms of embeddings).
+    ``position_kind``: of :data:`POSITIONS`, "" where nobody said; of rotary ones ``rotary_base`` (0 where nobody said), the
+    ``rotary_share`` of a head that turns, and how they are scaled for longer sequences (``rotary_scaling``, "" not at all).
     """
 
     name: str
@@ -87,6 +92,10 @@ class Workload:
     shared_ffn: int = 0
     other_layer_parameters: int = 0
     other_parameters: int = 0
+    position_kind: str = ""
+    rotary_base: float = 0.0
+    rotary_share: float = 1.0
+    rotary_scaling: str = ""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -98,6 +107,7 @@ class Workload:
             if self.window_layers < 0
             else self.window_layers,
             "shared_ffn": self.shared_ffn or self.expert_ffn or (self.ffn if self.experts else 0),
+            "position_kind": self.position_kind or ("learned" if self.learned_positions else ""),
         }
         for name in ("attention_bias", "output_bias", "mlp_bias", "norm_bias"):
             defaults[name] = self.bias if getattr(self, name) is None else getattr(self, name)
@@ -127,7 +137,23 @@ class Workload:
                 f"{self.name}: hidden {self.hidden} is no multiple of heads {self.heads}: say head_size, of one head"
             )
 
+    def _check_positions(self) -> None:
+        if self.position_kind not in ("", *POSITIONS):
+            raise UsageError(
+                f"{self.name}: no position_kind is called {self.position_kind!r}: one of {', '.join(POSITIONS)}"
+            )
+        if self.learned_positions != (self.position_kind == "learned"):
+            raise UsageError(
+                f"{self.name}: position_kind {self.position_kind!r} and learned_positions {str(self.learned_positions).lower()} "
+                "contradict each other: keep one"
+            )
+        if not 0 < self.rotary_share <= 1:
+            raise UsageError(
+                f"{self.name}: rotary_share must be above 0 and at most 1, not {self.rotary_share}"
+            )
+
     def _check_together(self) -> None:
+        self._check_positions()
         if self.heads % self.kv_heads:
             raise UsageError(
                 f"{self.name}: heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"

@@ -27,7 +27,7 @@ __all__ = ["model_names", "workload_from_table", "workload_of"]
 
 _NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
 #: Sizes that hold one where a whole number is asked for; the rest are counts.
-_REAL = ("load_imbalance",)
+_REAL = ("load_imbalance", "rotary_base", "rotary_share")
 #: Fields whose default depends on others: those that a file changes take new ones with them.
 _DERIVED = {
     "heads": ("kv_heads", "head_size"),
@@ -38,6 +38,7 @@ _DERIVED = {
     "layers": ("window_layers",),
     "window": ("window_layers",),
     "bias": ("attention_bias", "output_bias", "mlp_bias", "norm_bias"),
+    "learned_positions": ("position_kind",),
 }
 
 

@@ -171,6 +171,34 @@ def test_what_sizes_do_not_tell_of_a_model_is_named(
     ]
 
 
+@pytest.mark.parametrize("name", ["megatron", "megatron-deepspeed"])
+def test_positions_are_written_where_a_model_tells_their_kind(name: str) -> None:
+    def told(**changes: Any) -> tuple[dict[str, str], tuple[str, ...]]:
+        written = write(name, exported_of_layout({}, cases.DENSE.with_changes(**changes)))
+        text = written.files["megatron.flags"]
+        megatron_flags.parsed(
+            text, megatron_flags.MEGATRON if name == "megatron" else megatron_flags.MEGATRON_DEEPSPEED
+        )
+        return cases.flags_of(text), tuple(line for line in written.cannot if line.startswith("the model: "))
+
+    base = "--rotary-base" if name == "megatron" else "--rotary-position-embeddings-theta"
+    found, lines = told(position_kind="rotary", rotary_base=500000.0, rotary_share=0.25)
+    assert (found[base], found["--rotary-percent"]) == ("500000", "0.25")
+    assert lines == ("the model: its sizes do not tell its kinds: written as SiLU gates, RMSNorm",)
+    assert any(
+        "scaled by llama3" in line
+        for line in told(position_kind="rotary", rotary_base=5e5, rotary_scaling="llama3")[1]
+    )
+    found, lines = told(position_kind="alibi")
+    assert base not in found and any("does not have ALiBi" in line for line in lines)
+    found, lines = told(position_kind="none")
+    off = {
+        "megatron": ("--position-embedding-type", "none"),
+        "megatron-deepspeed": ("--no-position-embedding", ""),
+    }
+    assert off[name] in found.items() and not any("rotary" in line for line in lines)
+
+
 def test_positions_are_no_fewer_than_a_sequence_has() -> None:
     learned = cases.DENSE.with_changes(learned_positions=True, positions=2048)
     assert flags(exported_of_layout({}, learned))["--max-position-embeddings"] == "8192"

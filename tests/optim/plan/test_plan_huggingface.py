@@ -213,6 +213,42 @@ def test_every_parameter_of_other_types_is_counted(model_type: str, shape: dict[
     assert workload_from_config(config, sequence=64).parameters == parameters
 
 
+def test_positions_are_of_their_kind() -> None:
+    def told(config: dict[str, Any]) -> tuple[str, float, float, str]:
+        found = workload_from_config(config, sequence=64)
+        return found.position_kind, found.rotary_base, found.rotary_share, found.rotary_scaling
+
+    assert told(config_of()) == ("rotary", 10_000, 1, "")  # as its class has it where nothing is said
+    scaled = {"rope_type": "llama3", "factor": 8.0}
+    assert told(config_of(rope_theta=500000.0, rope_scaling=scaled)) == ("rotary", 500_000, 1, "llama3")
+    new = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.5}
+    assert told(config_of(rope_parameters=new)) == ("rotary", 1e6, 0.5, "")
+    assert told({"model_type": "gptj", **GPT, "rotary_dim": 8})[:3] == ("rotary", 10_000, 0.5)
+    assert told({"model_type": "gpt2", **GPT})[0] == "learned"
+    mpt = {"model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 160}
+    assert told(mpt)[:2] == ("alibi", 0)
+    with pytest.raises(UsageError, match="rope_theta must be a number above 0"):
+        told(config_of(rope_theta=-1))
+
+
+@pytest.mark.slow
+def test_bases_that_nothing_says_are_those_of_the_types_own_classes() -> None:
+    transformers = pytest.importorskip("transformers")
+    for model_type, shape in {case[0]: case[1] for case in (*COMMON, *OTHERS)}.items():
+        config = json.loads(transformers.CONFIG_MAPPING[model_type](**shape).to_json_string())
+        rotary = config.get("rope_parameters")
+        if not rotary or config.get("alibi"):
+            continue
+        # Where windowed layers have a base of their own, that of the others.
+        rotary = rotary.get("full_attention", rotary)
+        bare = {
+            key: value for key, value in config.items() if not key.startswith(("rope", "rotary", "partial"))
+        }
+        found = workload_from_config(bare, sequence=64)
+        said = (rotary["rope_theta"], rotary.get("partial_rotary_factor", 1.0))
+        assert (found.rotary_base, found.rotary_share) == said, model_type
+
+
 def test_every_known_type_is_compared_with_its_model() -> None:
     # Types that transformers does not build itself have the modelling code of one that it builds.
     elsewhere = {"internlm2", "kimi_k2"}
