@@ -31,6 +31,7 @@ __all__ = [
     "Side",
     "Verdict",
     "compare",
+    "environment_differences",
 ]
 
 #: From six samples on, the 95 % interval of a median lies within them: 2 · 0.5⁶ < 0.05.
@@ -161,7 +162,7 @@ def compare(
         raise UsageError("a side of the comparison has no runs; give at least one on each")
     if not 0 < minimum_effect < 1:
         raise UsageError(f"the minimum effect must lie between 0 and 1, not {minimum_effect}; 0.05 is 5 %")
-    environment = _environment_differences(first, second)
+    environment = environment_differences(first, second)
     if environment and not any_environment:
         raise NotComparable(_different_environments(environment))
     for run in (*first, *second):
@@ -282,8 +283,11 @@ def _verdict(ratio: Ratio) -> Verdict:
 # --- environment and configuration -------------------------------------------------------------
 
 
-def _environment_differences(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tuple[Difference, ...]:
-    """Keys on which runs that both say something say different things, within a side as well."""
+def environment_differences(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tuple[Difference, ...]:
+    """Keys of the environment on which runs that say something differ, between the sides or within one.
+
+    ``first`` and ``second`` of a difference are what each side says: a value, or several in one text.
+    """
     differences = []
     for name in dict.fromkeys(key for run in (*first, *second) for key in run.environment):
         said = [_known(side, name) for side in (first, second)]

@@ -110,6 +110,7 @@ def _require_baseline(arguments: argparse.Namespace) -> None:
 
 def _write_baseline(arguments: argparse.Namespace) -> int:
     from trine.analyzers.baseline import write_baseline
+    from trine.analyzers.comparison import environment_differences
 
     if arguments.baseline or arguments.budget is not None:
         raise UsageError(
@@ -123,6 +124,11 @@ def _write_baseline(arguments: argparse.Namespace) -> int:
     print(f"Wrote {arguments.write_baseline}: {len(runs)} runs, {steps} steady steps")
     if len(runs) < 3:
         print("Three or more runs are worth giving: with one, a later check can only be inconclusive.")
+    for apart in environment_differences(runs, runs):
+        print(
+            f"They come from different environments ({apart.name} is {apart.first}): a check against them needs "
+            "--any-environment; a baseline for each is better."
+        )
     return 0
 
 

@@ -70,6 +70,11 @@ def test_other_environments_and_short_runs_exit_3(
     assert "world_size is 4 against 8" in complaint(capsys)
     assert main(["compare", other, "--against", old, "--any-environment"]) == 0
     assert "world_size" in capsys.readouterr().out
+    both, alike = str(tmp_path / "both"), str(tmp_path / "alike")
+    assert main(["check", old, other, "--write-baseline", both]) == 0
+    assert "different environments (world_size is 8 and 4)" in capsys.readouterr().out
+    assert main(["check", old, "--write-baseline", alike]) == 0
+    assert "different" not in capsys.readouterr().out
     short = saved(tmp_path, "short", [run_facts("short", 100, steps=3)])
     assert main(["check", short, "--baseline", old]) == 3
     assert "too few to compare" in complaint(capsys)
