@@ -42,7 +42,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="B", help="sequences a step (about 4 Mi tokens)")
     parser.add_argument("--sequence", type=int, metavar="S", help="tokens of a sequence (the model's own)")
     parser.add_argument(
-        "--stack", metavar="NAME", help="the software to predict for (megatron-core; trine on processors)"
+        "--stack",
+        metavar="NAME",
+        help="the software to predict for (megatron-core; maxtext on TPUs, trine on processors)",
     )
     parser.add_argument(
         "--memory-headroom",

@@ -38,7 +38,9 @@ __all__ = ["Candidate", "Plan", "plan"]
 #: Fewer devices than the smallest cluster whose variation was measured have no interval of their own.
 _JITTER_FROM = 64
 #: The software that a plan is for where nobody says.
-_ON_ACCELERATORS, _ON_PROCESSORS = "megatron-core", "trine"
+_USUAL_STACK = "megatron-core"
+#: Families that Megatron-Core has no kernels for.
+_STACKS = {"cpu": "trine", "tpu": "maxtext"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,8 @@ def plan(
 
     ``devices``: of the job (the cluster's own). ``global_batch``: sequences a step (4 Mi tokens). ``pins``: what is settled,
     ``{"tensor": 8, "schedule": ["1f1b", "zb-v"]}`` or ``["tensor=8"]``. ``search``: what is searched beside the usual choices
-    (:data:`~trine.optim.plan.problem.SEARCHABLE`). ``stack``: megatron-core, on processors trine. ``tokens`` and ``price`` (of a
-    device for an hour) give days and money. ``largest``: look for the largest micro-batch and context of any layout, too.
+    (:data:`~trine.optim.plan.problem.SEARCHABLE`). ``stack``: megatron-core; on processors trine, on TPUs maxtext. ``tokens``
+    and ``price`` (of a device for an hour) give days and money. ``largest``: look for the largest micro-batch and context of any layout, too.
 
     Raises ``UsageError`` or ``UnreadableInput`` in one line: which constraint failed, and the nearest layout that works.
     """
@@ -138,10 +140,10 @@ def _cluster(cluster: str | Path | Cluster, devices: int | None) -> Cluster:
 
 
 def _stack(stack: str | Stack | None, cluster: Cluster) -> Stack:
-    """What is asked for; else what trains on such devices: Megatron-Core has no kernels for processors."""
+    """What is asked for; else what trains on such devices."""
     if isinstance(stack, Stack):
         return stack
-    return stack_named(stack or (_ON_PROCESSORS if cluster.device.is_processor else _ON_ACCELERATORS))
+    return stack_named(stack or _STACKS.get(cluster.device.family, _USUAL_STACK))
 
 
 def _pin_words(pins: Mapping[str, Any] | Iterable[str]) -> list[str]:

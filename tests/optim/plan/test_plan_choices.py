@@ -89,3 +89,10 @@ def test_a_processor_trains_in_single_precision_and_has_nothing_to_move_to_its_h
     assert saving_choices(found.problem)["optimizer_offload"] == (0,)
     with pytest.raises(UsageError, match="optimizer_offload=cpu frees nothing: test device is a processor"):
         plan(DENSE, processor, global_batch=8, pins=["optimizer_offload=cpu"])
+
+
+def test_what_trains_on_such_devices_is_planned_for_where_nobody_says() -> None:
+    tpu = cluster(80.0).with_changes(device=cluster().device.with_changes(family="tpu"))
+    asked = {"global_batch": 8, "top": 1, "pins": ["pipeline=1", "tensor=1", "context=1"]}
+    assert plan(DENSE, tpu, **asked).problem.stack.name == "maxtext"
+    assert plan(DENSE, tpu, stack="pytorch", **asked).problem.stack.name == "pytorch"
