@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from spawned_ranks import in_one_line, launch
 
 from trine.profiler.collectives import PythonSource
 from trine.profiler.flight import FlightReader
@@ -103,28 +102,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    rank = parser.parse_args().rank
-    if rank is not None:
-        measure(rank)
-        return 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--rank", str(number)],
-            env={**os.environ, **place, "RANK": str(number)},
-        )
-        for number in range(2)
-    ]
-    try:
-        return max(process.wait(timeout=300) for process in ranks)
-    finally:
-        for process in ranks:
-            process.kill()
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    if parser.parse_args().child:
+        measure(int(os.environ["RANK"]))
+    else:
+        launch([sys.executable, __file__, "--child"], 2, timeout_s=300)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from spawned_ranks import in_one_line, launch
 from torch import nn
 from torch.nn import functional
 
@@ -319,32 +318,6 @@ def report(
     sys.stdout.flush()
 
 
-def launch(world_size: int, pairs: int, folder: str) -> int:
-    """Run one world size in processes of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(world_size):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "TRINE_OVERHEAD_FOLDER": folder,
-        }
-        command = [sys.executable, __file__, "--pairs", str(pairs), "--child"]
-        processes.append(subprocess.Popen(command, env=environment))
-    try:
-        return max(abs(process.wait(timeout=1800)) for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
-
-
 def main() -> int:
     """Run one and two ranks."""
     parser = argparse.ArgumentParser(
@@ -359,10 +332,13 @@ def main() -> int:
         return 0
     folder = tempfile.mkdtemp(prefix="trine-overhead-")
     try:
-        return max(launch(ranks, arguments.pairs, folder) for ranks in arguments.ranks)
+        command = [sys.executable, __file__, "--pairs", str(arguments.pairs), "--child"]
+        for ranks in arguments.ranks:
+            launch(command, ranks, timeout_s=1800, environment={"TRINE_OVERHEAD_FOLDER": folder})
+        return 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_one_line(main))

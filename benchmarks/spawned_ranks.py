@@ -14,11 +14,12 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Failure", "RankFailed", "SpawnedRanks", "cause", "free_port", "in_one_line", "on_ranks"]
+__all__ = ["Failure", "RankFailed", "SpawnedRanks", "cause", "in_one_line", "launch", "on_ranks"]
 
 #: Until all ranks have joined their group: each imports PyTorch, on a machine that may be busy.
 START_S = 180.0
@@ -90,7 +91,7 @@ class SpawnedRanks:
         if init_method is None and backend == "gloo":
             init_method = (Path(self._folder.name) / "store").as_uri()
         elif init_method is None and backend is not None:
-            settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         group = (backend, init_method or "env://", collective_timeout_s)
         context = multiprocessing.get_context("spawn")
         try:
@@ -210,12 +211,9 @@ class SpawnedRanks:
     def _death_of(self, rank: int) -> Failure:
         process = self._processes[rank]
         process.join(5)
-        code = process.exitcode
-        if code is None:
+        if process.exitcode is None:
             return Failure(rank, "closed its pipe", is_death=True)
-        if code >= 0:
-            return Failure(rank, f"ended with exit code {code}", is_death=True)
-        return Failure(rank, f"was ended by signal {-code} ({signal.Signals(-code).name})", is_death=True)
+        return _ended(rank, process.exitcode)
 
 
 def on_ranks(
@@ -224,6 +222,44 @@ def on_ranks(
     """What ``function(rank, *arguments)`` returns on each of so many ranks that are spawned for it alone, by rank."""
     with SpawnedRanks(ranks, **settings) as spawned:
         return spawned.run(function, *arguments, timeout_s=timeout_s)
+
+
+def launch(
+    command: Sequence[str], ranks: int, *, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> None:
+    """Run a program on so many ranks, as a launcher starts it on one machine. Raises :class:`RankFailed`, and ends all."""
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        **(environment or {}),
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env={**os.environ, **place, **own}))
+        _await_all(processes, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _await_all(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                raise RankFailed(_ended(rank, code))
+            if code is None and time.monotonic() > end:
+                raise RankFailed(Failure(rank, f"has not ended within {timeout_s:.0f} s"))
+        if None not in codes:
+            return
+        time.sleep(LOOK_S)
 
 
 def in_one_line(main: Callable[[], int]) -> int:
@@ -248,7 +284,13 @@ def _results(found: Mapping[int, Any]) -> list[Any]:
     return [found[rank] for rank in range(len(found))]
 
 
-def free_port() -> int:
+def _ended(rank: int, code: int) -> Failure:
+    if code >= 0:
+        return Failure(rank, f"ended with exit code {code}", is_death=True)
+    return Failure(rank, f"was ended by signal {-code} ({signal.Signals(-code).name})", is_death=True)
+
+
+def _free_port() -> int:
     """A port of this machine that nobody listens on; another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

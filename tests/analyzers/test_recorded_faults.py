@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from started_ranks import launch
 
 pytest.importorskip("torch", reason="recording needs torch; analysing does not")
 
@@ -22,35 +22,9 @@ pytestmark = pytest.mark.timing
 SCRIPT = Path(__file__).resolve().parents[1] / "faulty_training.py"
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def train(record: Path, fault: str) -> None:
     """Two ranks as a launcher starts them, one thread each."""
-    port = str(_free_port())
-    ranks = []
-    for rank in ("0", "1"):
-        environment = os.environ | {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, str(SCRIPT), str(record), fault]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=150)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
+    launch([sys.executable, str(SCRIPT), str(record), fault], 2, timeout_s=200)
 
 
 def explain(record: Path) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from started_ranks import Failure, RankFailed, SpawnedRanks, cause, on_ranks
+from started_ranks import Failure, RankFailed, SpawnedRanks, cause, launch, on_ranks
 
 #: Of processes without a group, which start in a moment.
 ALONE: dict[str, Any] = {"backend": None}
@@ -95,11 +97,26 @@ def test_the_cause_is_a_death_and_no_silence() -> None:
     assert cause([1, 2]) is None
 
 
+def test_a_launched_program_that_fails_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, sys, time; rank = os.environ['RANK']; pathlib.Path(sys.argv[1], rank).touch(); "
+        "told = os.environ.get('FAULT'); "
+        "time.sleep(60) if told and rank == '0' else sys.exit(3 if told and rank == '1' else 0)"
+    )
+    command = [sys.executable, "-S", "-c", program, str(tmp_path)]
+    launch(command, 2, timeout_s=30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    with pytest.raises(RankFailed, match=r"^rank 1 ended with exit code 3$"):
+        launch(command, 2, timeout_s=30, environment={"FAULT": "yes"})
+    with pytest.raises(RankFailed, match=r"^rank 0 has not ended within 0 s$"):
+        launch(command, 1, timeout_s=0.2, environment={"FAULT": "yes"})
+
+
 @pytest.mark.slow
 def test_a_group_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr("spawned_ranks.free_port", lambda: taken.getsockname()[1])
+        monkeypatch.setattr("spawned_ranks._free_port", lambda: taken.getsockname()[1])
         assert on_ranks(1, doubled, 2) == [4]
 
 
