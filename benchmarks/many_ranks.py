@@ -31,7 +31,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from data_folder import data_folder
+
 SHARED_TRACES = "traces/kineto/megatron_tp8_a100"
 TIMEOUT_S = 3600
 #: The most that a rank's clock is off, ns. A job's hosts that lie ten minutes apart would be taken for two runs.
@@ -118,7 +119,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    data = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
+    data = data_folder()
     parser.add_argument(
         "--traces", type=Path, default=data / SHARED_TRACES, help="a folder of one job's traces"
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import Counter, defaultdict
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from data_folder import data_folder
 from planner_peaks import NEAR, near_all_peaks
 from planner_rows import Run, Skipped, read_runs
 
@@ -32,7 +32,6 @@ from trine.record.errors import TrineError
 
 __all__ = ["kendall_tau", "main", "predicted_s", "score"]
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 Seconds = npt.NDArray[np.float64]
 
 
@@ -75,7 +74,7 @@ def _plain(value: Any) -> Any:
 
 def default_runs() -> Path:
     """The shared table of published runs."""
-    data = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
+    data = data_folder()
     return data / "tables" / "training_runs.csv"
 
 

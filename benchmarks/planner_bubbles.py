@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from data_folder import data_folder
 from planner_stages import PROFILE, PROFILED, SEQUENCE, Size, fit, package_s, stages_s
 
 import trine
@@ -44,7 +44,6 @@ from trine.record.errors import UsageError
 
 __all__ = ["Scored", "main", "score"]
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 #: One point of a bubble rate: the goal.
 POINT = 0.01
 WAYS = ("profiled", "dimensions", "package")
@@ -207,7 +206,7 @@ def print_timed(folder: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print rows and summary; 1 where a row is further off than a point."""
     parser = argparse.ArgumentParser(prog="planner_bubbles", description=(__doc__ or "").splitlines()[0])
-    data = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
+    data = data_folder()
     parser.add_argument("--rates", type=Path, default=data / "tables" / "zero_bubble_rates_table5.csv")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument(

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+from data_folder import data_folder
 
 from trine.optim.plan.cluster import Link
 from trine.optim.plan.collectives import LINK_CONSTANTS, LinkConstants, Network, all_reduce_s
@@ -28,7 +28,6 @@ from trine.optim.plan.nccl import Floats
 from trine.optim.plan.units import Bandwidth
 from trine.record.errors import UsageError
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 BANDS = (("64 KB-1 MB", 2**16, 2**20), ("1 MB-32 MB", 2**20, 2**25), ("32 MB-4 GB", 2**25, 2**32 + 1))
 #: The fit looks at a coarse grid, then around its best at a finer one.
 EFFICIENCIES, FACTORS = np.arange(0.40, 0.99, 0.03), np.geomspace(0.5, 6.0, 14)
@@ -202,7 +201,7 @@ def main() -> None:
     )
     parser.add_argument("--format", choices=("text", "json"), default="text")
     given = parser.parse_args()
-    data = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
+    data = data_folder()
     path = data / "tables" / "nccl_collectives.csv"
     if not path.exists():
         raise UsageError(

@@ -35,7 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from data_folder import data_folder
+
 SHARED_TRACE = "traces/kineto/single/a100_nccl_metadata.json.gz"
 TIMEOUT_S = 900
 
@@ -205,7 +206,7 @@ def median(runs: list[Measured]) -> Measured:
 def source_trace(path: Path | None) -> dict[str, Any]:
     """The trace to repeat, as decoded JSON."""
     if path is None:
-        data = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
+        data = data_folder()
         path = data / SHARED_TRACE
         if not path.is_file():
             print("no real trace at hand: repeating a made one")

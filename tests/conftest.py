@@ -7,6 +7,7 @@ On a machine without real traces or without Chromium, tests that need them skip 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from hypothesis import settings
 settings.register_profile("trine", deadline=None, derandomize=True)
 settings.load_profile("trine")
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-
+#: Tests and benchmarks share what starts ranks and finds data.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 #: Tests of several processes that a busy machine can upset: once more before they count as failed. The
 #: summary names each that needed it; a defect fails twice.
@@ -47,7 +48,9 @@ def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder of real traces; without it the test skips, and says where it looked."""
-    folder = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
+    from data_folder import data_folder
+
+    folder = data_folder()
     if not (folder / "traces").is_dir():
         pytest.skip(f"no real traces: neither $TRINE_TEST_DATA nor {folder} holds a traces folder")
     return folder

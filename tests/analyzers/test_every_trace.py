@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from data_folder import data_folder
 
 import trine
 from trine.analyzers import Analysis, to_json
 
-FOLDER = (
-    Path(os.environ.get("TRINE_TEST_DATA") or Path(__file__).resolve().parents[2].parent / "shared" / "data")
-    / "traces"
-    / "kineto"
-)
+FOLDER = data_folder() / "traces" / "kineto"
 TRACES = sorted(
     [path.relative_to(FOLDER) for path in FOLDER.glob("*/*.gz") if path.parent.name in ("single", "odd")]
     + [path.relative_to(FOLDER) for path in FOLDER.glob("*") if path.name not in ("single", "odd")]

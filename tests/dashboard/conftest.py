@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from dashboard_samples import Recorder, analyse, read, write_evil, write_million, write_record
+from data_folder import data_folder
 from tiny_traces import write_job
 
 from trine.dashboard.background import Background
@@ -28,7 +29,7 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-REAL_DATA = Path(os.environ.get("TRINE_TEST_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
+REAL_DATA = data_folder()
 
 
 @dataclass

@@ -42,7 +42,11 @@ def test_skips_become_failures_where_they_are_forbidden(
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = browser\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRINE_")}
-    environment |= {"TRINE_TEST_DATA": str(tmp_path / "absent"), **dict.fromkeys(variables, "1")}
+    environment |= {
+        "TRINE_TEST_DATA": str(tmp_path / "absent"),
+        "PYTHONPATH": str(ROOT / "benchmarks"),
+        **dict.fromkeys(variables, "1"),
+    }
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:dash", str(tmp_path)],
         check=False,

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import csv
-import os
 from pathlib import Path
 
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[3]
+from data_folder import data_folder
 
 
 @pytest.fixture(scope="session")
 def tables() -> Path:
     """The folder of published measurements; skips where it is absent."""
-    data = Path(os.environ.get("TRINE_TEST_DATA") or REPOSITORY.parent / "shared" / "data")
+    data = data_folder()
     if not (data / "tables").is_dir():
         pytest.skip(f"no published measurements: neither $TRINE_TEST_DATA nor {data} holds a tables folder")
     return data / "tables"
