@@ -263,11 +263,12 @@ def _await_all(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -
 
 
 def in_one_line(main: Callable[[], int]) -> int:
-    """The exit code of a program; where one of its ranks failed, that line and 1."""
+    """The exit code of a program; where one of its ranks failed, that line and 1. ``TRINE_DEBUG=1`` shows where it failed."""
     try:
         return main()
     except RankFailed as error:
-        print(error.failure.trace + str(error), file=sys.stderr)
+        trace = error.failure.trace if os.environ.get("TRINE_DEBUG") else ""
+        print(f"{trace}{error}", file=sys.stderr)
         return 1
 
 

@@ -7,6 +7,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from spawned_ranks import Failure, RankFailed, SpawnedRanks, cause, launch, on_ranks
+from spawned_ranks import Failure, RankFailed, SpawnedRanks, cause, in_one_line, launch, on_ranks
 
-__all__ = ["Failure", "RankFailed", "SpawnedRanks", "cause", "launch", "on_ranks"]
+__all__ = ["Failure", "RankFailed", "SpawnedRanks", "cause", "in_one_line", "launch", "on_ranks"]

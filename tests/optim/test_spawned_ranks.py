@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started_ranks import Failure, RankFailed, SpawnedRanks, cause, launch, on_ranks
+from started_ranks import Failure, RankFailed, SpawnedRanks, cause, in_one_line, launch, on_ranks
 
 #: Of processes without a group, which start in a moment.
 ALONE: dict[str, Any] = {"backend": None}
@@ -85,6 +85,19 @@ def test_a_rank_that_is_lost_is_named_and_all_are_ended(how: str, said: str) -> 
         assert not any(process.is_alive() for process in ranks._processes)
         assert ranks.outcomes(doubled, 1)[0] == Failure(0, "has ended before")
     assert time.monotonic() - began < 20
+
+
+def test_a_program_whose_rank_failed_says_so_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> int:
+        raise RankFailed(Failure(1, "ValueError: no", "Traceback\n  in ends\n"))
+
+    monkeypatch.delenv("TRINE_DEBUG", raising=False)
+    assert in_one_line(lambda: 3) == 3 and in_one_line(fails) == 1
+    assert capsys.readouterr().err == "rank 1 failed: ValueError: no\n"
+    monkeypatch.setenv("TRINE_DEBUG", "1")
+    assert in_one_line(fails) == 1 and "in ends" in capsys.readouterr().err
 
 
 def test_the_cause_is_a_death_and_no_silence() -> None:
