@@ -103,12 +103,57 @@ def _exact(workload: Workload, module: Any) -> Workload:
 # --- structure ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """What lies beside the blocks: the embedding's size, whether the head is another matrix, rows of learned positions."""
+
+    hidden: int
+    vocab: int
+    has_head: bool
+    positions: int
+
+
 def _from_structure(module: Any, sequence: int, name: str, known: Mapping[str, Any]) -> Workload:
     blocks = _blocks(module)
     if not blocks:
         raise UsageError(
             f"{name} has no list of blocks with matrices: describe it in TOML (docs/plan_inputs.md)"
         )
+    outside = _outside(module, blocks, name, known)
+    read = [_block(block, outside.hidden, name) for block in blocks]
+    first = _alike(read, name)
+    mixtures = [block for block in read if block.experts]
+    dense = [block for block in read if not block.experts]
+    heads = known.get("heads") or _heads(module, blocks[0], first.queries, name)
+    if first.queries % heads:
+        raise UsageError(f"{name}: {heads} heads do not divide queries of {first.queries}")
+    head_size = first.queries // heads
+    return Workload(
+        name=name,
+        layers=len(blocks),
+        hidden=outside.hidden,
+        heads=heads,
+        kv_heads=max(1, first.keys // head_size),
+        head_size=head_size,
+        ffn=(dense or mixtures)[0].ffn,
+        vocab=outside.vocab,
+        sequence=sequence,
+        gated=first.gated,
+        bias=first.norm_bias,
+        attention_bias=first.attention_bias,
+        output_bias=first.attention_bias,
+        mlp_bias=first.mlp_bias,
+        norm_bias=first.norm_bias,
+        norms=first.norms,
+        tied_embeddings=not outside.has_head,
+        learned_positions=outside.positions > 0,
+        positions=outside.positions,
+        dropout=_drops(module),
+        **_mixture(module, mixtures, len(dense), name, known),
+    )
+
+
+def _outside(module: Any, blocks: list[Any], name: str, known: Mapping[str, Any]) -> _Outside:
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     outside = [
         (label, parameter) for label, parameter in module.named_parameters() if id(parameter) not in inside
@@ -121,51 +166,17 @@ def _from_structure(module: Any, sequence: int, name: str, known: Mapping[str, A
             f"{name} has no embedding of tokens, so it is no language model: describe it in TOML"
         )
     tokens = max(tables, key=lambda table: table.shape[0]) if tables else None
-    hidden = int(known.get("hidden") or (tokens.shape[1] if tokens is not None else 0)) or _narrowest(
-        blocks[0]
-    )
-    vocab = int(known.get("vocab") or (tokens.shape[0] if tokens is not None else 0))
-    read = [_block(block, hidden, name) for block in blocks]
-    first = _alike(read, name)
-    mixtures = [block for block in read if block.experts]
-    dense = [block for block in read if not block.experts]
-    heads = known.get("heads") or _heads(module, blocks[0], first.queries, name)
-    if first.queries % heads:
-        raise UsageError(f"{name}: {heads} heads do not divide queries of {first.queries}")
-    head_size = first.queries // heads
-    head = [
-        parameter
-        for _, parameter in outside
-        if tuple(parameter.shape) == (vocab, hidden) and parameter is not tokens
-    ]
-    rows = max(
-        (table.shape[0] for table in tables if table is not tokens and table.shape[1] == hidden), default=0
-    )
-    return Workload(
-        name=name,
-        layers=len(blocks),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=max(1, first.keys // head_size),
-        head_size=head_size,
-        ffn=(dense or mixtures)[0].ffn,
-        vocab=vocab,
-        sequence=sequence,
-        gated=first.gated,
-        bias=first.norm_bias,
-        attention_bias=first.attention_bias,
-        output_bias=first.attention_bias,
-        mlp_bias=first.mlp_bias,
-        norm_bias=first.norm_bias,
-        norms=first.norms,
-        tied_embeddings=not head,
-        learned_positions=rows > 0,
-        positions=rows,
-        dropout=any(
-            "Dropout" in type(each).__name__ and getattr(each, "p", 0) > 0 for each in module.modules()
-        ),
-        **_mixture(module, mixtures, len(dense), name, known),
-    )
+    shape = (0, 0) if tokens is None else (int(tokens.shape[0]), int(tokens.shape[1]))
+    hidden = int(known.get("hidden") or shape[1]) or _narrowest(blocks[0])
+    vocab = int(known.get("vocab") or shape[0])
+    others = [parameter for _, parameter in outside if parameter is not tokens]
+    rows = [table.shape[0] for table in tables if table is not tokens and table.shape[1] == hidden]
+    has_head = any(tuple(parameter.shape) == (vocab, hidden) for parameter in others)
+    return _Outside(hidden, vocab, has_head, max(rows, default=0))
+
+
+def _drops(module: Any) -> bool:
+    return any("Dropout" in type(each).__name__ and getattr(each, "p", 0) > 0 for each in module.modules())
 
 
 def _mixture(
@@ -247,10 +258,8 @@ def _matrices(block: Any) -> Iterator[_Matrix]:
         yield _Matrix(label, rows, columns, shape[0] if len(shape) == 3 else 1)
 
 
-def _block(block: Any, hidden: int, name: str) -> _Block:
-    matrices = list(_matrices(block))
-    attention = [each for each in matrices if _ATTENTION.search(each.name) and each.copies == 1]
-    rest = [each for each in matrices if each not in attention]
+def _queries_and_keys(block: Any, attention: list[_Matrix], hidden: int, name: str) -> tuple[int, int]:
+    """Outputs of a block's projections: of queries, and of keys as of values."""
     outputs = [each for each in attention if each.outputs == hidden and _is_output(each, attention)]
     if len(outputs) != 1:
         raise UsageError(
@@ -266,6 +275,14 @@ def _block(block: Any, hidden: int, name: str) -> _Block:
         raise UsageError(
             f"{name}: attention of {type(block).__name__} is not queries, keys and values alone: describe the model in TOML"
         )
+    return queries, (joined - queries) // 2
+
+
+def _block(block: Any, hidden: int, name: str) -> _Block:
+    matrices = list(_matrices(block))
+    attention = [each for each in matrices if _ATTENTION.search(each.name) and each.copies == 1]
+    rest = [each for each in matrices if each not in attention]
+    queries, keys = _queries_and_keys(block, attention, hidden, name)
     shared = [each for each in rest if _SHARED.search(each.name) and hidden in (each.outputs, each.inputs)]
     plain = [each for each in rest if each not in shared]
     experts = _experts(plain)
@@ -281,7 +298,7 @@ def _block(block: Any, hidden: int, name: str) -> _Block:
     biases = [label for label, _ in small if label.rpartition(".")[0] not in owners and "bias" in label]
     return _Block(
         queries=queries,
-        keys=(joined - queries) // 2,
+        keys=keys,
         ffn=ffn,
         gated=gated,
         experts=experts,

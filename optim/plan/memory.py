@@ -211,18 +211,7 @@ def _activations(
             for rank in places.rank
         ]
     )
-    one: Column = np.zeros_like(held)
-    working: Column = np.zeros_like(held)
-    budget = layouts.is_kind("recompute", "budget")
-    for mixture, layers in ((False, places.dense), (True, places.mixture)):
-        if mixture and not workload.is_mixture:
-            continue
-        each = layer_bytes(workload, stack, traits, layouts, mixture=mixture, frozen=frozen)
-        share = layers / np.maximum(places.layers, 1)
-        again = np.minimum(layouts["recomputed_layers"] * share, layers)
-        some = again * each.input + (layers - again) * each.whole
-        one = one + np.where(budget, some, layers * each.kept)
-        working = np.maximum(working, np.where(layers > 0, each.working, 0.0))
+    one, working = _of_micro_batch(workload, stack, traits, layouts, places, frozen)
     edges = tokens_of(workload, layouts) * workload.hidden
     split = np.where(layouts["sequence"] > 0, layouts["tensor"], 1)
     if workload.dropout:
@@ -234,6 +223,25 @@ def _activations(
     stays = np.minimum(one / np.maximum(places.layers, 1) * _ON_THE_WAY, kept)
     moved = np.where(layouts["activation_offload"] > 0, kept - stays, 0.0)
     return kept - moved, working, moved
+
+
+def _of_micro_batch(
+    workload: Workload, stack: Stack, traits: MemoryTraits, layouts: Layouts, places: Places, frozen: bool
+) -> tuple[Column, Column]:
+    """What all layers of each place keep of one micro-batch; what is alive beyond it at the peak of a layer's backward."""
+    one: Column = np.zeros_like(places.layers)
+    working: Column = np.zeros_like(places.layers)
+    budget = layouts.is_kind("recompute", "budget")
+    for mixture, layers in ((False, places.dense), (True, places.mixture)):
+        if mixture and not workload.is_mixture:
+            continue
+        each = layer_bytes(workload, stack, traits, layouts, mixture=mixture, frozen=frozen)
+        share = layers / np.maximum(places.layers, 1)
+        again = np.minimum(layouts["recomputed_layers"] * share, layers)
+        some = again * each.input + (layers - again) * each.whole
+        one = one + np.where(budget, some, layers * each.kept)
+        working = np.maximum(working, np.where(layers > 0, each.working, 0.0))
+    return one, working
 
 
 def _logits(

@@ -67,10 +67,8 @@ def state_of(
         )
 
     trained = 0.0 if frozen else 1.0
-    if frozen:
-        weight = np.minimum(weight, element_bytes(layouts))
     sizes = {
-        "parameter_offload": held(weight, 3),
+        "parameter_offload": held(np.minimum(weight, element_bytes(layouts)) if frozen else weight, 3),
         "gradients": trained * held(gradient, 2),
         "optimizer_offload": trained * held(optimizer, 1),
     }
@@ -106,6 +104,14 @@ def _element_bytes(traits: MemoryTraits, layouts: Layouts) -> tuple[Column, Colu
     )
 
 
+def _layer_elements(workload: Workload, layouts: Layouts) -> Column:
+    """Of a rank's share of the largest kind of layer, whole over its data ranks."""
+    mixture = workload.mixture_layers > 0
+    routed = workload.experts * workload.expert_parameters if mixture else 0
+    rest = workload.layer_parameters(mixture=mixture) - routed
+    return np.asarray(rest / layouts["tensor"].astype(np.float64) + routed / layouts["expert"])
+
+
 def _gathers(
     workload: Workload,
     traits: MemoryTraits,
@@ -122,9 +128,7 @@ def _gathers(
     that lie elsewhere come for each use.
     """
     tensor = layouts["tensor"].astype(np.float64)
-    mixture = workload.mixture_layers > 0
-    routed = workload.experts * workload.expert_parameters if mixture else 0
-    layer = (workload.layer_parameters(mixture=mixture) - routed) / tensor + routed / layouts["expert"]
+    layer = _layer_elements(workload, layouts)
     tables = 0 if workload.tied_embeddings else workload.vocab * workload.hidden
     outside = (places.first * workload.embedding_parameters + places.last * tables) / tensor
     half = element_bytes(layouts)

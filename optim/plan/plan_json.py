@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from trine.optim.plan.alternatives import Alternative
 from trine.optim.plan.candidates import Candidate
 from trine.optim.plan.cluster import Cluster, Link
 from trine.optim.plan.cost import Range, RunCost
@@ -41,18 +42,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "assumptions": list(plan.assumptions),
         "rows": [_candidate(one, rank, plan) for rank, one in enumerate(plan.ranked, 1)],
         "splits": [asdict(split) for split in plan.splits],
-        "alternatives": [
-            {
-                "column": one.column,
-                "value": one.value,
-                "layout": one.layout,
-                "step_s": _range(one.step),
-                **_peak(one.peak),
-                "fits": one.fits,
-                "reason": one.reason,
-            }
-            for one in plan.alternatives
-        ],
+        "alternatives": [_alternative(one) for one in plan.alternatives],
         "front": [_candidate(one, None, plan) for one in plan.front],
         "lost_shapes": plan.losers,
         "limits": _limits(plan.limits),
@@ -66,6 +56,18 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "configurations_per_minute": plan.tally.per_minute,
         },
         "data_quality": _quality(plan),
+    }
+
+
+def _alternative(one: Alternative) -> dict[str, Any]:
+    return {
+        "column": one.column,
+        "value": one.value,
+        "layout": one.layout,
+        "step_s": _range(one.step),
+        **_peak(one.peak),
+        "fits": one.fits,
+        "reason": one.reason,
     }
 
 
