@@ -91,7 +91,8 @@ def plan(
     ``devices``: of the job (the cluster's own). ``global_batch``: sequences a step (4 Mi tokens). ``pins``: what is settled,
     ``{"tensor": 8, "schedule": ["1f1b", "zb-v"]}`` or ``["tensor=8"]``. ``search``: what is searched beside the usual choices
     (:data:`~trine.optim.plan.problem.SEARCHABLE`). ``stack``: megatron-core; on processors trine, on TPUs maxtext. ``tokens``
-    and ``price`` (of a device for an hour) give days and money. ``largest``: look for the largest micro-batch and context of any layout, too.
+    and ``price`` (of a device for an hour) give days and money. ``largest``: look for the largest micro-batch and context of any
+    layout, too.
 
     Raises ``UsageError`` or ``UnreadableInput`` in one line: which constraint failed, and the nearest layout that works.
     """
@@ -109,15 +110,21 @@ def plan(
         pins=parse_pins(_pin_words(pins)),
         searched=parse_searched(search),
     )
+    searcher, found = _searched(problem, max(top, SIMULATED))
+    variation = _variation(problem, 1.0)
+    return _Writer(searcher, Predictor(problem, tokens, price, variation)).plan(found, top, largest)
+
+
+def _searched(problem: Problem, count: int) -> tuple[Searcher, Found]:
+    """The best ``count`` ways to divide the devices. Raises ``UsageError`` where nothing works."""
     try:
         searcher = Searcher(problem, shapes(problem))
     except NothingKept as error:
         raise refusal(problem, str(error)) from None
-    found = searcher.fastest(max(top, SIMULATED))
+    found = searcher.fastest(count)
     if not len(found.step_s):
         raise refusal(problem, leanest_words(searcher))
-    variation = _variation(problem, 1.0)
-    return _Writer(searcher, Predictor(problem, tokens, price, variation)).plan(found, top, largest)
+    return searcher, found
 
 
 def _variation(problem: Problem, step_s: float) -> Interval | None:
@@ -250,6 +257,11 @@ class _Writer:
         if problem.batch_is_usual:
             found.append(
                 f"global batch {problem.global_batch}: nobody said, so about 4 Mi tokens; --global-batch"
+            )
+        numbers = [name for name in ("precision", "compression") if name in problem.searched]
+        if numbers:
+            found.append(
+                f"{' and '.join(numbers)} searched for time and memory: what other numbers do to the loss is not known"
             )
         if best.beyond:
             found.append(

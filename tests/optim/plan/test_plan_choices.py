@@ -24,6 +24,7 @@ def test_what_changes_numbers_is_searched_where_it_is_asked_for() -> None:
     wide = plan(DENSE, cluster(80.0), search=["compression"], **asked)
     assert wide.best.layout["compression"] != "none" and wide.best.step.value < plain.best.step.value
     assert wide.problem.searched == ("compression",)
+    assert any("compression searched" in text for text in wide.assumptions)
     assert plain.tally.shapes < wide.tally.shapes <= 2 * plain.tally.shapes
     slow = cluster(80.0).with_changes(
         device=cluster().device.with_changes(flops_per_s={"fp32": 312e12, "bf16": 19e12})
