@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from plain_loop import plain_losses
 from refusals import refusal_of
 
 SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32, "experts": 4}
@@ -37,15 +38,7 @@ def plain(steps: int, clip: float | None = None, model: Any = None) -> tuple[lis
 
     model = mixture() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(steps):
-        loss = loss_of(model, batch_of(step))
-        loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = plain_losses(model, optimizer, [batch_of(step) for step in range(steps)], loss_of, clip)
     return losses, model, optimizer
 
 

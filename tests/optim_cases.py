@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import started_ranks
+from plain_loop import plain_losses
 from refusals import refusal_of
 
 TEXT = b"".join(
@@ -73,14 +74,7 @@ def train_plain(
     if double:
         model = model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for batch in batches(steps, size):
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, model
+    return plain_losses(model, optimizer, batches(steps, size), loss_of), model
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:

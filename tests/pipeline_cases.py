@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from pipeline_models import SIZE, batch_of, loss_for, loss_of_scores, made
+from plain_loop import plain_losses
 from refusals import refusal_of
 
 STEPS = 4
@@ -18,14 +19,8 @@ def plain(name: str, outside: bool = False) -> list[float]:
 
     model = made(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(STEPS):
-        loss = loss_for(name, outside)(model, batch_of(name, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    batches = [batch_of(name, step) for step in range(STEPS)]
+    return plain_losses(model, optimizer, batches, loss_for(name, outside))
 
 
 def piped(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import plain_loop
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -45,16 +46,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 def plain_losses(batches: Any, model: torch.nn.Module | None = None, loss_fn: Any = loss_of) -> list[float]:
     """The loop that people write."""
     model = gpt() if model is None else model
-    optimizer = optimizer_of(model)
-    losses = []
-    for batch in batches:
-        result = loss_fn(model, batch)
-        loss = result[0] if isinstance(result, tuple) else result
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return plain_loop.plain_losses(model, optimizer_of(model), batches, loss_fn)
 
 
 def engine_losses(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import plain_loop
 from optim_cases import batches, small_gpt
 from refusals import refusal_of
 
@@ -104,14 +105,7 @@ def plain_losses(model: Any, loss_fn: Any, steps: int = 4) -> list[float]:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for batch in batches(steps, 4):
-        loss = loss_fn(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return plain_loop.plain_losses(model, optimizer, batches(steps, 4), loss_fn)
 
 
 # --- a live optimizer --------------------------------------------------------------------------
