@@ -126,7 +126,8 @@ def default_link(device: Device, *, between: bool = False) -> Link:
         return Link(
             written.bandwidth, written.kind, False, f"not said; usual for {device.name}: {facts.source}"
         )
-    if device.link is None and facts is not None:
+    # More than a kind, "PCIe Gen5": its own rate, because the device's links do not join the whole node.
+    if facts is not None and (device.link is None or " " in facts.inside):
         written = link_of(facts.inside)
         return Link(
             written.bandwidth, written.kind, False, f"not said; usual for {device.name}: {facts.source}"

@@ -109,6 +109,14 @@ def test_every_device_has_a_link_inside_and_between() -> None:
             assert 1e9 < default_link(device, between=between).bandwidth.bytes_per_s < 1e12, name
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "rate"), [("H100 PCIe", "pcie", 64e9), ("H100 SXM", "nvlink", 450e9)]
+)
+def test_bridges_of_two_devices_do_not_join_a_node(name: str, kind: str, rate: float) -> None:
+    link = default_link(device_named(name))
+    assert (link.kind, link.bandwidth.bytes_per_s) == (kind, rate)
+
+
 def test_a_device_of_ones_own_must_say_its_links() -> None:
     own = Device("mine", "unknown", {"bf16": 1e14}, 2**34, Bandwidth(1e12))
     with pytest.raises(UsageError, match=r"inside = "):
