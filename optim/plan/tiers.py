@@ -74,27 +74,40 @@ def _rate(conditions: Conditions, layouts: Layouts, column: str) -> Column:
     return found
 
 
-def activation_bytes(sizes: Sizes, layouts: Layouts) -> Column:
-    """What an average layer keeps of one micro-batch on a rank, in 16 bits: inputs of norms and matmuls, and of the gate.
+def activation_bytes(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Column:
+    """What an average layer keeps of one micro-batch on a rank: inputs of norms and matmuls, of the gate, copies sent to experts.
 
-    Without attention's scores, which fused kernels do not keep. Korthikanti et al. 2022, section 4, without dropout.
+    By columns what :mod:`trine.optim.plan.memory_activations` counts of one workload (a test compares them), without attention's
+    scores, which fused kernels do not keep. Korthikanti et al. 2022, section 4.
     """
     tokens = layouts["micro_batch"] * sizes.sequence / layouts["context"]
     tensor = layouts["tensor"].astype(np.float64)
     split = np.where(layouts["sequence"] > 0, tensor, 1.0)
+    element = np.where(layouts.is_kind("precision", "fp32", "tf32"), 4.0, 2.0)
     mixed = sizes.mixture_layers / sizes.layers
-    routed = sizes.experts_per_token * sizes.load_imbalance * sizes.expert_ffn
-    routed = routed + sizes.shared_experts * sizes.shared_ffn
+    copies = sizes.experts_per_token * np.where(layouts["expert"] > 1, sizes.load_imbalance, 1.0)
+    routed = copies * sizes.expert_ffn + sizes.shared_experts * sizes.shared_ffn
     width = (1 - mixed) * sizes.ffn + mixed * routed
-    heads = sizes.head_size * (2 * sizes.heads + 2 * sizes.kv_heads)
-    whole = 4 * sizes.hidden / split + (heads + sizes.matrices * width) / tensor
-    inputs = sizes.hidden / split
+    # A gate that is no kernel of its own keeps its product, too.
+    unjoined = (conditions.fused == 0) & (sizes.matrices == 3)
+    inside = sizes.score_size * (sizes.heads + sizes.kv_heads) + (sizes.matrices + unjoined) * width
+    sent = 2 * mixed * copies * sizes.hidden / np.where(conditions.expert_tensor > 0, 1.0, tensor)
+    whole = element * (4 * sizes.hidden / split + inside / tensor + sent)
+    whole = whole + (2 * sizes.dropout + _norm_bytes(sizes, conditions)) * sizes.hidden / split
+    inputs = element * sizes.hidden / split
     again = repeated_share(sizes, layouts)
-    return np.asarray(2.0 * tokens * (again * inputs + (1 - again) * whole))
+    return np.asarray(tokens * (again * inputs + (1 - again) * whole))
+
+
+def _norm_bytes(sizes: Sizes, conditions: Conditions) -> Column:
+    """Of root-mean-square norms that are chains of 32-bit kernels: input and quotient."""
+    chain = (conditions.fused == 0) & (sizes.final_norm_parameters < 2 * sizes.hidden)
+    norms = np.rint(sizes.norm_parameters / np.maximum(sizes.final_norm_parameters, 1.0))
+    return np.where(chain, 8.0 * norms, 0.0)
 
 
 def _activations_s(sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes) -> Column:
-    moved_s = activation_bytes(sizes, layouts) / _rate(conditions, layouts, "activation_offload")
+    moved_s = activation_bytes(sizes, conditions, layouts) / _rate(conditions, layouts, "activation_offload")
     average = partial(times.average, sizes=sizes)
     waited = np.zeros(len(layouts))
     for work_s in (average("forward_s"), average("input_s") + average("weight_s") + average("recompute_s")):

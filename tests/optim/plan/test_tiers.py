@@ -7,17 +7,20 @@ import pytest
 from plan_problems import DENSE, MIXTURE, cluster
 
 from trine.optim.plan.cluster import Cluster
-from trine.optim.plan.columns import Sizes
+from trine.optim.plan.columns import Conditions, Sizes
 from trine.optim.plan.constants import stack_named
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.memory import memory_of
+from trine.optim.plan.memory_activations import layer_bytes
+from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.step import predict
 from trine.optim.plan.tiers import activation_bytes
 from trine.optim.plan.units import Bandwidth
 from trine.optim.plan.workload import Workload
-from trine.optim.plan.workload_files import workload_of
+from trine.optim.plan.workload_files import model_names, workload_of
 
 STACK = stack_named("torchtitan")
+CONDITIONS = Conditions.of(cluster(), STACK)
 
 
 def offload(on: Cluster, workload: Workload = DENSE, **layout: object) -> float:
@@ -28,7 +31,7 @@ def offload(on: Cluster, workload: Workload = DENSE, **layout: object) -> float:
 def test_activations_of_a_gelu_layer_are_korthikantis_without_scores_and_dropout() -> None:
     # 34 sbh less 5 as²b is counted with dropout masks (3 sbh) and 16-bit sums; without them 2·(4 h + 4 h + 8 h) = 32 bytes, s b h.
     gpt = workload_of("gpt3-175b")
-    found = activation_bytes(Sizes.of(gpt), Layouts.of(micro_batch=2, recompute=["none", "full"]))
+    found = activation_bytes(Sizes.of(gpt), CONDITIONS, Layouts.of(micro_batch=2, recompute=["none", "full"]))
     tokens = 2 * gpt.sequence
     assert found[0] == pytest.approx(32 * tokens * gpt.hidden)
     assert found[1] == pytest.approx(2 * tokens * gpt.hidden)
@@ -39,8 +42,32 @@ def test_what_travels_is_what_memory_is_freed_of(name: str) -> None:
     workload = workload_of(name)
     layouts = Layouts.of(data=4, zero_stage=3, activation_offload="cpu", recompute=["none", "full"])
     freed = memory_of(workload, cluster(), STACK, layouts).host_bytes / cluster().devices_per_node
-    moved = activation_bytes(Sizes.of(workload), layouts) * workload.layers
+    moved = activation_bytes(Sizes.of(workload), CONDITIONS, layouts) * workload.layers
     assert moved == pytest.approx(freed, rel=0.1)
+
+
+@pytest.mark.parametrize("stack", ["megatron-core", "megatron-core-moe", "torchtitan", "trine"])
+def test_what_travels_is_what_memory_counts(stack: str) -> None:
+    software = stack_named(stack)
+    conditions, traits = Conditions.of(cluster(), software), memory_traits(software)
+    layouts = Layouts.of(
+        tensor=[1, 4, 4, 1],
+        sequence=[0, 0, 1, 0],
+        recompute=["none", "none", "full", "none"],
+        precision=["bf16", "bf16", "bf16", "fp32"],
+    )
+    for name in model_names():
+        workload = workload_of(name)
+        each = {False: workload.layers - workload.mixture_layers, True: workload.mixture_layers}
+        kept = sum(
+            layers * layer_bytes(workload, software, traits, layouts, mixture=mixture).kept
+            for mixture, layers in each.items()
+            if layers
+        )
+        # But for the compressed vectors of low-rank attention.
+        room = 0.06 if workload.latent else 0.03
+        moved = workload.layers * activation_bytes(Sizes.of(workload), conditions, layouts)
+        assert moved == pytest.approx(kept, rel=room), name
 
 
 def test_activations_hide_behind_computing_where_the_link_is_fast() -> None:
@@ -48,7 +75,7 @@ def test_activations_hide_behind_computing_where_the_link_is_fast() -> None:
     compute = float(plain.parts["compute"][0])
     fast, slow = (cluster(host_link=Bandwidth.gigabytes_per_s(rate)) for rate in (1000, 1))
     assert offload(fast, activation_offload="cpu") < 0.06 * compute
-    both_ways = 2 * float(activation_bytes(Sizes.of(DENSE), Layouts.of())[0]) * DENSE.layers / 1e9
+    both_ways = 2 * float(activation_bytes(Sizes.of(DENSE), CONDITIONS, Layouts.of())[0]) * DENSE.layers / 1e9
     waited = offload(slow, activation_offload="cpu")
     assert both_ways - compute < waited < both_ways
 
