@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import subprocess
@@ -146,15 +145,25 @@ def test_the_architecture_page_draws_the_floors_as_they_are() -> None:
     assert drawn == expected
 
 
-def test_every_module_and_public_name_has_a_docstring() -> None:
+#: Comments, then a string, or nothing at all.
+BEGINS_WITH_DOCSTRING = re.compile(r"(\s*#[^\n]*\n|\s+)*([rR]?[\"']|\Z)")
+
+
+def test_every_module_has_a_docstring() -> None:
     # ruff's D1 sees to it where it runs; this holds for a run of the tests alone.
-    missing = []
-    for path in ROOT.glob("*/**/*.py"):
-        if path.relative_to(ROOT).parts[0] in ("tests", "build") or path.relative_to(ROOT).parts[
-            0
-        ].startswith("."):
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if tree.body and ast.get_docstring(tree) is None:
-            missing.append(str(path.relative_to(ROOT)))
-    assert not missing
+    folders = [
+        path
+        for path in ROOT.iterdir()  # an environment inside the checkout has a hundred times as many
+        if path.is_dir() and path.name not in ("tests", "build") and not path.name.startswith(".")
+    ]
+    modules = [path for folder in folders for path in folder.rglob("*.py")]
+    assert len(modules) > 100
+    assert not [path for path in modules if not BEGINS_WITH_DOCSTRING.match(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(
+    ("text", "has_one"),
+    [("'A.'\nx = 1\n", True), ("", True), ('#!python\n\n# b\nr"""A"""', True), ("\nx = 1\n", False)],
+)
+def test_a_module_without_a_docstring_would_be_found(text: str, has_one: bool) -> None:
+    assert bool(BEGINS_WITH_DOCSTRING.match(text)) == has_one

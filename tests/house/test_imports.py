@@ -83,15 +83,8 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 def imports_of(module: str, path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    late = {
-        id(node)
-        for outer in ast.walk(tree)
-        if is_late(outer)
-        for node in ast.walk(outer)
-        if node is not outer
-    }
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(tree):
+    for node, late in statements_of(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -101,12 +94,21 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
         else:
             continue
         for target in targets:
-            yield Import(module, target, node.lineno, id(node) not in late, path)
+            yield Import(module, target, node.lineno, not late, path)
+
+
+def statements_of(node: ast.AST, late: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
+    """All below, and whether they run later than the import. An import stands in no expression."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child, late
+        if not isinstance(child, ast.expr):
+            yield from statements_of(child, late or is_late(child))
 
 
 def is_late(node: ast.AST) -> bool:
     """Whether what stands inside does not run when the module is imported."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return True
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
