@@ -141,11 +141,10 @@ def _memory_work(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str
                 )
             ),
         }
-        for name, work in one.items():
-            yield name, elements, _cold(work, [(x,) for x in pool])
-        for name, work in two.items():
-            half = len(pool) // 2
-            yield name, elements, _cold(work, [(x, pool[at - half]) for at, x in enumerate(pool)])
+        half = count // 2
+        pairs = [(x, pool[at - half]) for at, x in enumerate(pool)]
+        yield from ((name, elements, _cold(unary, [(x,) for x in pool])) for name, unary in one.items())
+        yield from ((name, elements, _cold(binary, pairs)) for name, binary in two.items())
 
 
 def _cold(work: Callable[..., Any], inputs: list[tuple[torch.Tensor, ...]]) -> Work:

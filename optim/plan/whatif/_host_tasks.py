@@ -13,13 +13,14 @@ from trine.optim.plan.whatif.graph import LINK, RankStep, Task, fresh
 from trine.optim.plan.whatif.operators import DTYPE_BYTES, TRANSFER, WAIT, Operator, operator_of
 from trine.record.model import HOST_KINDS, MISSING, Rank, Table
 
-__all__ = ["ACCUMULATE", "Phases", "Span", "gradient_bytes", "spans_of", "steps_of_operators"]
+__all__ = ["ACCUMULATE", "Phases", "Span", "gradient_bytes", "key_of", "spans_of", "steps_of_operators"]
 
 _OPERATOR, _LOADER = HOST_KINDS.index("operator"), HOST_KINDS.index("loader")
 #: A gap between operators of at least this long, in which a collective ends, is waiting.
 LEAST_WAIT_NS = 20_000
 #: The function that stores a parameter's gradient.
 ACCUMULATE = "torch::autograd::AccumulateGrad"
+_MESSAGES = ("send", "recv")
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$")
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
 
@@ -52,7 +53,8 @@ def steps_of_operators(rank: Rank) -> list[tuple[int, RankStep]]:
         phases = Phases(host, start, end)
         spans = spans_of(host, start, end, phases)
         if spans:
-            tasks = _with_collectives(spans, rank.collectives, phases, start, end)
+            calls = _calls(rank.collectives, rank.rank, start, end)
+            tasks = _with_collectives(spans, calls, phases, start, end)
             found.append((index, RankStep(rank.rank, tuple(tasks), (end - start) / 1e9)))
     return found
 
@@ -163,13 +165,13 @@ class _Call:
     bytes: int
     number: int
     key: str
+    channel: str
 
 
 def _with_collectives(
-    spans: Sequence[Span], table: Table | None, phases: Phases, start: int, end: int
+    spans: Sequence[Span], calls: Sequence[_Call], phases: Phases, start: int, end: int
 ) -> Iterator[Task]:
     """Host tasks with the gaps between them, and the transfers that were issued on the way."""
-    calls = _calls(table, start, end)
     gradients = max((span.end for span in spans if span.gradient_bytes), default=start)
     gaps = _Gaps(phases, calls, gradients)
     at = start
@@ -196,19 +198,26 @@ class _Gaps:
             call = self._calls[self._issued]
             self._issued += 1
             issue = min(max(call.issued, at), end)
-            glue = list(self._phases.stretch(at, issue, phase))
-            yield from glue
+            before = list(self._until(at, issue, phase, self._received(at, issue)))
+            yield from before
             at = issue
             yield Task(
-                call.own / 1e9, phase, LINK, TRANSFER, call.operation, (glue[-1].number,), call.number,
-                issued=call.operation, key=call.key, bytes=call.bytes,
+                call.own / 1e9, phase, LINK, TRANSFER, call.operation, (before[-1].number,), call.number,
+                issued=call.operation, key=call.key, channel=call.channel, bytes=call.bytes,
             )  # fmt: skip
-        ended = self._ended(begin, at, end)
+        yield from self._until(at, end, phase, self._ended(begin, at, end))
+
+    def _until(self, at: int, end: int, phase: str, ended: Sequence[_Call]) -> Iterator[Task]:
+        """Host time to ``end``, at least one task; first what it waits for calls that ended meanwhile."""
         until = max((call.end for call in ended), default=at)
         if end - at >= LEAST_WAIT_NS and until - at >= LEAST_WAIT_NS:
             yield Task(0.0, phase, operator=WAIT, after=tuple(call.number for call in ended))
             at = until
         yield from self._phases.stretch(at, end, phase)
+
+    def _received(self, at: int, end: int) -> list[_Call]:
+        """Messages that ended between two instants: what is issued next may wait for them."""
+        return [call for call in self._calls[: self._issued] if call.channel and at < call.end <= end]
 
     def _ended(self, begin: int, at: int, end: int) -> list[_Call]:
         """Calls that ended in a gap and may have been waited for: no bucket while gradients are still to come, when a gap
@@ -218,7 +227,18 @@ class _Gaps:
         return [call for call in issued if at < call.end <= end and (waits or call.operation != "all_reduce")]
 
 
-def _calls(table: Table | None, start: int, end: int) -> list[_Call]:
+def key_of(operation: str, rank: int, peer: int, counts: dict[str, int]) -> tuple[str, str]:
+    """(key, channel) of the next call of a rank. Messages from one rank to another arrive in the order of their issue, so
+    that both ranks name them alike; ``counts`` are the calls so far."""
+    channel = ""
+    if operation in _MESSAGES and peer != MISSING and peer >= 0:
+        channel = f"{rank}>{peer}" if operation == "send" else f"{peer}>{rank}"
+    name = channel or operation
+    counts[name] = counts.get(name, 0) + 1
+    return f"{name} {counts[name]}", channel
+
+
+def _calls(table: Table | None, rank: int, start: int, end: int) -> list[_Call]:
     if table is None:
         return []
     rows = np.flatnonzero(
@@ -228,13 +248,14 @@ def _calls(table: Table | None, start: int, end: int) -> list[_Call]:
     names = table.text("operation")[rows]
     counts: dict[str, int] = {}
     found: list[_Call] = []
-    busy = start
+    busy: dict[str, int] = {}
     for row, name in zip(rows.tolist(), names.tolist(), strict=True):
-        counts[name] = counts.get(name, 0) + 1
+        key, channel = key_of(str(name), rank, int(table["peer"][row]), counts)
         issued, begin, stop = (int(table[column][row]) for column in ("issued_ns", "start_ns", "end_ns"))
         issued = begin if issued == MISSING else min(issued, begin)
-        own = max(stop - max(begin, busy), 0)  # several threads carry calls, and share one link
-        busy = max(busy, stop)
+        # Several threads carry calls, and share one link.
+        own = max(stop - max(begin, busy.get(channel, start)), 0)
+        busy[channel] = max(busy.get(channel, start), stop)
         size = max(int(table["bytes"][row]), 0)
-        found.append(_Call(issued, own, stop, str(name), size, fresh(), f"{name} {counts[name]}"))
+        found.append(_Call(issued, own, stop, str(name), size, fresh(), key, channel))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from trine.optim.plan.whatif._host_tasks import key_of
 from trine.optim.plan.whatif.graph import LINK, RankStep, Task, fresh
 from trine.optim.plan.whatif.operators import TRANSFER, WAIT
 from trine.record.model import MISSING, Rank, Table
@@ -36,11 +37,12 @@ def _step(rank: Rank, steps: Table, row: int) -> RankStep:
         Task(length["forward"] / 1e9, "forward"),
     ]
     at, calls = 0, []
-    for transfer, issued in _transfers(rank.collectives, int(steps["index"][row])):
+    for transfer, issued in _transfers(rank, int(steps["index"][row])):
         begin = min(max(issued - backward, at), length["backward"])
         tasks.append(Task((begin - at) / 1e9, "backward"))
         tasks.append(Task(transfer.seconds, "backward", LINK, TRANSFER, transfer.name, (tasks[-1].number,),
-                          transfer.number, issued=transfer.name, key=transfer.key, bytes=transfer.bytes))  # fmt: skip
+                          transfer.number, issued=transfer.name, key=transfer.key, channel=transfer.channel,
+                          bytes=transfer.bytes))  # fmt: skip
         at = begin
         calls.append(transfer.number)
     tasks.append(Task((length["backward"] - at) / 1e9, "backward"))
@@ -50,8 +52,9 @@ def _step(rank: Rank, steps: Table, row: int) -> RankStep:
     return RankStep(rank.rank, tuple(tasks), (end - start) / 1e9)
 
 
-def _transfers(table: Table | None, step: int) -> list[tuple[Task, int]]:
+def _transfers(rank: Rank, step: int) -> list[tuple[Task, int]]:
     """A step's collectives as transfers, and when each was issued."""
+    table = rank.collectives
     if table is None:
         return []
     rows = np.flatnonzero(
@@ -62,9 +65,9 @@ def _transfers(table: Table | None, step: int) -> list[tuple[Task, int]]:
     counts: dict[str, int] = {}
     found = []
     for row, name in zip(rows.tolist(), table.text("operation")[rows].tolist(), strict=True):
-        counts[name] = counts.get(name, 0) + 1
+        key, channel = key_of(str(name), rank.rank, int(table["peer"][row]), counts)
         seconds = (int(table["end_ns"][row]) - int(table["start_ns"][row])) / 1e9
-        task = Task(seconds, "backward", LINK, TRANSFER, str(name), number=fresh(), key=f"{name} {counts[name]}",
+        task = Task(seconds, "backward", LINK, TRANSFER, str(name), number=fresh(), key=key, channel=channel,
                     bytes=max(int(table["bytes"][row]), 0))  # fmt: skip
         found.append((task, int(issued[row])))
     return found

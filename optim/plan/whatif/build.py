@@ -18,7 +18,17 @@ import numpy.typing as npt
 from trine.optim.plan.whatif._host_tasks import steps_of_operators
 from trine.optim.plan.whatif._kernel_tasks import steps_of_kernels
 from trine.optim.plan.whatif._phase_tasks import steps_of_phases
-from trine.optim.plan.whatif.graph import HOST, LINK, PHASES, Graph, Pipeline, RankStep, Step, Task
+from trine.optim.plan.whatif.graph import (
+    HOST,
+    LINK,
+    PHASES,
+    Graph,
+    Pipeline,
+    RankStep,
+    Step,
+    Task,
+    is_pipeline,
+)
 from trine.record.errors import UsageError
 from trine.record.model import MISSING, Job, Rank, Table
 
@@ -147,7 +157,9 @@ def joined(parts: Sequence[Part], world: int | None, name: str) -> tuple[Graph, 
         graph = graph.with_note("no deep window: phases and collectives only, nothing of single operators")
     if len(parts) < world:
         graph = graph.with_note(f"{len(parts)} of {world} ranks: transfers may hold waiting for the others")
-    if basis == "operators" and len(steady.seconds):
+    if is_pipeline(graph):
+        graph = _evenly_scaled(graph, steady) if basis == "operators" and len(steady.seconds) else graph
+    elif basis == "operators" and len(steady.seconds):
         graph = _scaled(graph, steady)
     return graph, steady
 
@@ -164,9 +176,13 @@ def _joined(by_rank: Sequence[Sequence[tuple[int, RankStep]]]) -> list[Step]:
 
 def _matched(index: int, ranks: Sequence[RankStep]) -> Step:
     """Transfers last as long as on the rank that came last; what some ranks lack is no transfer of theirs alone."""
-    keys = [{task.key: task.seconds for task in each.tasks if task.lane == LINK} for each in ranks]
-    shared = set.intersection(*(set(each) for each in keys))
-    own = {key: min(each[key] for each in keys) for key in shared}
+    times: dict[str, list[float]] = {}
+    partners: dict[str, int] = {}
+    for task in (task for each in ranks for task in each.tasks if task.lane == LINK):
+        times.setdefault(task.key, []).append(task.seconds)
+        partners[task.key] = 2 if task.channel else len(ranks)
+    shared = {key for key, found in times.items() if len(found) == partners[key]}
+    own = {key: min(times[key]) for key in shared}
 
     def kept(task: Task) -> Task | None:
         if task.lane != LINK:
@@ -225,6 +241,22 @@ def _steady(tables: Sequence[Table | None], inside: Iterable[int]) -> Steady:
     phases = {name: column(f"phase_{name}_ns").mean(axis=0) / 1e9 for name in PHASES}
     phases["data"] = phases["data"] + column("phase_copy_ns").clip(0).mean(axis=0) / 1e9
     return Steady(seconds, phases)
+
+
+def _evenly_scaled(graph: Graph, steady: Steady) -> Graph:
+    """Host time as long as it usually is, by whole steps: a pipeline's forward and backward take turns, and its phases hold
+    what a rank waits for."""
+    factor = float(np.median(steady.seconds)) / median(step.measured_s for step in graph.steps)
+
+    def scaled(each: RankStep) -> RankStep:
+        return replace(
+            each, tasks=tuple(task.times(factor) if task.lane == HOST else task for task in each.tasks)
+        )
+
+    steps = tuple(replace(step, ranks=tuple(scaled(each) for each in step.ranks)) for step in graph.steps)
+    return replace(graph, steps=steps).with_note(
+        "host time is scaled by the median step outside windows over those inside"
+    )
 
 
 def _scaled(graph: Graph, steady: Steady) -> Graph:

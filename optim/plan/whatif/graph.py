@@ -2,7 +2,8 @@
 
     lane "host"      operators and the time between them, one after another
     lane "stream n"  kernels, each after the host has launched it and after what its stream ran before
-    lane "link"      collectives, one after another; each begins once all ranks have issued it
+    lane "link"      collectives, one after another; each begins once all ranks have issued it. Messages between two ranks
+                     pass beside them, those of one sender to one receiver one after another
 
 A task starts when the one before it on its lane and everything in ``after`` have ended. Tasks keep their order: a
 transformation changes durations, takes tasks out or puts tasks in, and :mod:`~trine.optim.plan.whatif.replay` says what
@@ -28,6 +29,7 @@ __all__ = [
     "Step",
     "Task",
     "fresh",
+    "is_pipeline",
     "mapped",
     "renumbered",
 ]
@@ -49,7 +51,8 @@ def fresh() -> int:
 class Task:
     """A piece of work of ``seconds``. ``after``: numbers of what must have ended besides the one before on its lane.
 
-    ``issued``: of a transfer, the collective's name; ``key`` names it alike on all ranks. ``gradient_bytes``: of a
+    ``issued``: of a transfer, the collective's name; ``key`` names it alike on all ranks; ``channel``: of a message between
+    two ranks, who sends it to whom. ``gradient_bytes``: of a
     task at whose end parameters' gradients are ready. ``sequence``: autograd's number, which a forward operator and its
     backward share, -1 for none. ``events``: rows of the trace in it. ``recomputed``: work of the forward, again in backward.
     """
@@ -65,6 +68,7 @@ class Task:
     events: int = 0
     issued: str = ""
     key: str = ""
+    channel: str = ""
     bytes: int = 0
     gradient_bytes: int = 0
     recomputed: bool = False
@@ -73,6 +77,11 @@ class Task:
     def kind(self) -> str:
         """``product``, ``memory``, ``glue``, ``wait`` or ``transfer``."""
         return self.operator.kind
+
+    @property
+    def track(self) -> str:
+        """What it waits its turn on: its lane, of a message its own of the rank's links."""
+        return f"{LINK} {self.channel}" if self.channel else self.lane
 
     def times(self, factor: float) -> Task:
         """The same, ``factor`` times as long."""
@@ -148,6 +157,11 @@ class Graph:
     def with_note(self, text: str) -> Graph:
         """The same, with one thing more that is assumed; once."""
         return self if text in self.notes else replace(self, notes=(*self.notes, text))
+
+
+def is_pipeline(graph: Graph) -> bool:
+    """Whether ranks send each other messages: their parts of a step are not alike."""
+    return any(task.channel for each in graph.steps[0].ranks for task in each.tasks)
 
 
 def renumbered(tasks: Iterable[Task]) -> list[Task]:

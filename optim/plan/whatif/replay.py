@@ -48,7 +48,7 @@ class _Lane:
 
 
 def replay(step: Step, slowdown: float = 0.0) -> Replayed:
-    """Raises ``UsageError`` where tasks wait for each other in a circle, as where messages cannot be told apart."""
+    """Raises ``UsageError`` where tasks wait for each other in a circle, as where it is not on record to whom a message goes."""
     return _fluid(step, slowdown) if slowdown > 0 else _longest_path(step)
 
 
@@ -91,7 +91,7 @@ def _lanes_of(each: RankStep) -> dict[str, _Lane]:
     by_lane: dict[str, list[Task]] = {}
     tasks = _merged(each.tasks)
     for task in tasks:
-        by_lane.setdefault(task.lane, []).append(task)
+        by_lane.setdefault(task.track, []).append(task)
     return {name: _Lane(found) for name, found in by_lane.items()}
 
 
@@ -139,13 +139,13 @@ def _start(ranks: list[dict[str, _Lane]], done: list[set[int]], partners: dict[s
         entered: dict[str, list[_Lane]] = {}
         again = False
         for place, lanes in enumerate(ranks):
-            for name, lane in lanes.items():
+            for lane in lanes.values():
                 if lane.running or not lane.tasks:
                     continue
                 task = lane.tasks[0]
                 if not all(number in done[place] for number in task.after):
                     continue
-                if name == LINK:
+                if task.lane == LINK:
                     entered.setdefault(task.key, []).append(lane)
                 elif task.seconds <= _NOTHING:
                     done[place].add(lane.pop().number)
@@ -165,8 +165,8 @@ def _rate(name: str, lanes: dict[str, _Lane], slowdown: float) -> float:
     """Of a host beside a transfer; everything else runs at its own pace."""
     if name != HOST or slowdown <= 0:
         return 1.0
-    link = lanes.get(LINK)
-    return max(1.0 - slowdown, 1e-3) if link is not None and link.running else 1.0
+    busy = any(lane.running for track, lane in lanes.items() if track.startswith(LINK))
+    return max(1.0 - slowdown, 1e-3) if busy else 1.0
 
 
 # --- without a slow-down: a longest path -----------------------------------------------------------------
@@ -181,7 +181,9 @@ class _Pass:
         self.tasks, self.place, self.backlog = tasks, 0, backlog
         self.free: dict[str, float] = {}  # lane → when its last task ends
         self.ends: dict[int, float] = {}
-        self.links: deque[tuple[Task, float]] = deque()  # transfers that were issued, and when
+        self.links: dict[
+            str, deque[tuple[Task, float]]
+        ] = {}  # by track: transfers that were issued, and when
         self.waited = 0.0
 
     def advance(self) -> bool:
@@ -196,7 +198,7 @@ class _Pass:
                 ready = max(ready, ends[number])
             self.place += 1
             if task.lane == LINK:
-                self.links.append((task, ready))
+                self.links.setdefault(task.track, deque()).append((task, ready))
                 continue
             before = free.get(task.lane, 0.0 if task.lane == HOST else self.backlog)
             if task.lane == HOST and ready > before:
@@ -204,10 +206,10 @@ class _Pass:
             free[task.lane] = ends[task.number] = max(ready, before) + task.seconds
         return self.place > begun
 
-    def meet(self, start: float, seconds: float) -> None:
-        """Its first transfer begins at ``start`` and takes ``seconds``."""
-        task, _ = self.links.popleft()
-        self.free[LINK] = self.ends[task.number] = start + seconds
+    def meet(self, track: str, start: float, seconds: float) -> None:
+        """Its first transfer of a track begins at ``start`` and takes ``seconds``."""
+        task, _ = self.links[track].popleft()
+        self.free[track] = self.ends[task.number] = start + seconds
 
 
 def _longest_path(step: Step) -> Replayed:
@@ -217,23 +219,35 @@ def _longest_path(step: Step) -> Replayed:
     moved = True
     while moved:
         moved = False
-        entered: dict[str, list[_Pass]] = {}
+        entered: dict[tuple[str, str], list[_Pass]] = {}
         for each in passes:
             moved |= each.advance()
-            if each.links:
-                entered.setdefault(each.links[0][0].key, []).append(each)
-        for key, entering in entered.items():
+            for track, issued in each.links.items():
+                if issued:
+                    entered.setdefault((track, issued[0][0].key), []).append(each)
+        for (track, key), entering in entered.items():
             if len(entering) == partners[key]:
-                start = max(max(each.links[0][1], each.free.get(LINK, 0.0)) for each in entering)
-                seconds = max(each.links[0][0].seconds for each in entering)
+                first = [each.links[track][0] for each in entering]
+                start = max(
+                    max(ready, each.free.get(track, 0.0))
+                    for each, (_, ready) in zip(entering, first, strict=True)
+                )
+                seconds = max(task.seconds for task, _ in first)
                 for each in entering:
-                    each.meet(start, seconds)
+                    each.meet(track, start, seconds)
                 moved = True
     left = [
         (place, each.tasks[each.place]) for place, each in enumerate(passes) if each.place < len(each.tasks)
     ]
     _require_nothing(
-        step, left + [(place, each.links[0][0]) for place, each in enumerate(passes) if each.links]
+        step,
+        left
+        + [
+            (place, issued[0][0])
+            for place, each in enumerate(passes)
+            for issued in each.links.values()
+            if issued
+        ],
     )
     ends = tuple(max(max(each.free.values(), default=0.0) - each.backlog, 0.0) for each in passes)
     return Replayed(max(ends, default=0.0), ends, tuple(each.waited for each in passes))

@@ -164,10 +164,10 @@ class OperationTimes:
         """Seconds that a host works for a unit of so many parameters in a phase because it is sharded, without bytes; ``again``
         where it is gathered twice. None where that was not calibrated."""
         found = self._units.get((phase, again), [])
-        if len(found) < 2:
+        if len({count for count, _ in found}) < 2:
             return None
-        each, unit = np.polyfit(*np.array(found, dtype=np.float64).T, 1)
-        return max(float(unit + each * parameters), 0.0)
+        (few, least), (many, most) = min(found), max(found)
+        return max(least + (most - least) * (parameters - few) / (many - few), 0.0)
 
     def _missing(self, what: str) -> str:
         if self._peaks is None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from whatif_steps import calibration
 
-from trine.optim.plan.whatif.graph import LINK, RankStep, Step, Task
+from trine.optim.plan.whatif._host_tasks import key_of
+from trine.optim.plan.whatif.build import Steady, _matched
+from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step, Task
 from trine.optim.plan.whatif.operators import Operator
+from trine.optim.plan.whatif.predict import replayed
 from trine.optim.plan.whatif.replay import replay
 from trine.record.errors import UsageError
+from trine.record.model import MISSING
 
 WAIT = Operator("wait", None, None, 0, "fp32")
 TRANSFER = Operator("transfer", None, None, 0, "fp32")
@@ -109,3 +117,72 @@ def test_shorter_work_never_makes_a_longer_step(before: float, beside: float, tr
     whole = replay(step_of(exchanging(before, beside, transfer))).seconds
     assert replay(step_of(exchanging(before, beside / 2, transfer))).seconds <= whole + 1e-9
     assert replay(step_of(exchanging(before, beside, transfer / 2))).seconds <= whole + 1e-9
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+def message(seconds: float, channel: str, number: int, after: Task) -> Task:
+    return Task(
+        seconds, "forward", LINK, TRANSFER, after=(after.number,), key=f"{channel} {number}", channel=channel
+    )
+
+
+def until(*transfers: Task) -> Task:
+    return Task(0.0, "forward", operator=WAIT, after=tuple(task.number for task in transfers))
+
+
+def two_stages(work: float, transfer: float) -> Step:
+    """1F1B of two micro-batches: the second goes out before the first's gradient comes back, and neither holds the other."""
+    first, second, last = (Task(work, "forward") for _ in range(3))
+    out = [message(transfer, "0>1", number, after) for number, after in ((1, first), (2, second))]
+    back = [message(transfer, "1>0", number, second) for number in (1, 2)]
+    ahead = [first, out[0], second, out[1], *back, until(back[0]), last, until(back[1])]
+    begin = Task(0.0, "forward")
+    forward = [message(transfer, "0>1", number, begin) for number in (1, 2)]
+    works = [Task(2 * work, "forward") for _ in range(2)]
+    gradients = [message(transfer, "1>0", number, works[number - 1]) for number in (1, 2)]
+    behind = [begin, *forward, until(forward[0]), works[0], gradients[0], until(forward[1]), works[1], gradients[1],
+              until(*gradients)]  # fmt: skip
+    return step_of(ahead, behind)
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 1e-9])
+def test_messages_pass_by_sender_and_receiver_and_hold_no_others(slowdown: float) -> None:
+    # The second stage: a micro-batch's work, its message, two works, and the last gradient's message.
+    found = replay(two_stages(1.0, 0.25), slowdown)
+    assert found.seconds == pytest.approx(1.0 + 0.25 + 2 * 2.0 + 0.25, rel=1e-6)
+
+
+def test_messages_are_named_alike_by_both_ranks() -> None:
+    counts: dict[int, dict[str, int]] = {0: {}, 1: {}}
+    sent = [key_of("send", 0, 1, counts[0]) for _ in range(2)]
+    assert sent == [key_of("recv", 1, 0, counts[1]) for _ in range(2)] == [("0>1 1", "0>1"), ("0>1 2", "0>1")]
+    assert key_of("recv", 0, 1, counts[0]) == key_of("send", 1, 0, counts[1]) == ("1>0 1", "1>0")
+    assert key_of("all_reduce", 0, MISSING, counts[0]) == ("all_reduce 1", "")
+    assert key_of("send", 0, MISSING, counts[0])[1] == ""  # to whom is not on record
+
+
+def test_a_message_takes_two_ranks_and_lasts_as_long_as_on_the_later() -> None:
+    begin = [Task(0.0, "forward") for _ in range(3)]
+    sent, received = message(0.1, "0>1", 1, begin[0]), message(0.7, "0>1", 1, begin[1])
+    alone = message(0.2, "2>3", 1, begin[2])  # rank 3 was not recorded
+    step = _matched(0, [RankStep(rank, tasks, 1.0) for rank, tasks in enumerate(
+        ((begin[0], sent), (begin[1], received, until(received)), (begin[2], alone, until(alone)))
+    )])  # fmt: skip
+    assert [[task.seconds for task in each.tasks if task.lane == LINK] for each in step.ranks] == [
+        [0.1],
+        [0.1],
+        [],
+    ]
+    assert replay(step).seconds == pytest.approx(0.1)
+
+
+def test_a_pipeline_refuses_what_takes_ranks_to_be_alike() -> None:
+    step = two_stages(1.0, 0.25)
+    steps = (replace(step, ranks=tuple(replace(each, measured_s=5.5) for each in step.ranks)),)
+    run = replayed(Graph(steps, "operators", 2, {}, recorded=steps), Steady(np.empty(0), {}), calibration())
+    assert run.what_if({"link_speed": 2}).gain.mid == pytest.approx(0.25, rel=1e-6)
+    for change in ({"straggler": False}, {"ranks": 4}, {"accumulation.steps": 2}):
+        with pytest.raises(UsageError, match=r"this record is a pipeline's"):
+            run.what_if(change)

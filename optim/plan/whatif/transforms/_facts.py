@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trine.optim.plan.whatif.graph import Graph
+from trine.optim.plan.whatif.graph import Graph, is_pipeline
 from trine.record.errors import UsageError
 
-__all__ = ["fact", "require_plain"]
+__all__ = ["fact", "require_no_pipeline", "require_plain"]
 
 
 def fact(graph: Graph, *names: str) -> Any:
@@ -28,4 +28,13 @@ def require_plain(graph: Graph, key: str) -> None:
         raise UsageError(
             f"{key}: the recorded run has {key} = {had} already, which cannot be taken out of its steps: record a run "
             "without it"
+        )
+
+
+def require_no_pipeline(graph: Graph, key: str) -> None:
+    """Raise ``UsageError`` where ranks send each other messages: their parts of a step are not alike."""
+    if is_pipeline(graph):
+        raise UsageError(
+            f"{key}: this record is a pipeline's, whose ranks do different work and send each other messages: ask it of a "
+            "record without parallel.pipeline"
         )

@@ -14,6 +14,7 @@ from trine.optim.plan.whatif.operators import Operator, Product
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
+from trine.optim.plan.whatif.transforms._facts import require_no_pipeline
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.optim.plan.whatif.transforms._transfers import BUCKET_COPY
 from trine.record.errors import UsageError
@@ -38,6 +39,7 @@ def apply(graph: Graph, change: Change) -> Graph:
             f"accumulation.steps = {count}: a what-if replays every micro-batch, up to {_MOST} of them: ask for fewer"
         )
     require_operators(graph.basis, KEYS[0])
+    require_no_pipeline(graph, KEYS[0])
     if int(graph.facts.get("accumulation") or 1) > 1:
         raise UsageError(
             "accumulation.steps: the recorded run accumulates already; record one micro-batch a step"

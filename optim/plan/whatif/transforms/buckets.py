@@ -12,6 +12,7 @@ from dataclasses import replace
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, fresh, mapped
 from trine.optim.plan.whatif.times import Link
 from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._facts import require_no_pipeline
 from trine.optim.plan.whatif.transforms._transfers import (
     contention,
     is_gradient,
@@ -34,6 +35,7 @@ _DEFAULT_MIB = 25.0
 def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the record has no all-reduces, or does not say when gradients were ready."""
     require_exchange(graph, KEYS[0])
+    require_no_pipeline(graph, KEYS[0])
     wanted = change.config.communication
     if wanted.bucket_mib == "auto":
         raise UsageError(

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step, Task, renumbered
 from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._facts import require_no_pipeline
 from trine.optim.plan.whatif.transforms._transfers import link_of
 from trine.record.errors import UsageError
 
@@ -29,6 +30,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     ranks = change.given["ranks"]
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise UsageError(f"ranks: a whole number, 1 or more, not {ranks!r}")
+    require_no_pipeline(graph, KEYS[0])
     before = graph.world
     if before < 2 and ranks > 1:
         raise UsageError("ranks: one rank was recorded, which says nothing of links: record two or more")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step
 from trine.optim.plan.whatif.transforms import Change
+from trine.optim.plan.whatif.transforms._facts import require_no_pipeline
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -19,6 +20,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` for a single rank."""
     if change.given["straggler"]:
         raise UsageError("straggler: give false (or 0): the step with every rank as fast as the median one")
+    require_no_pipeline(graph, KEYS[0])
     if len(graph.steps[0].ranks) < 2:
         raise UsageError("straggler: one rank was recorded, and it waits for nobody")
     # Over all steps: a rank that is late once has been unlucky, and no straggler.

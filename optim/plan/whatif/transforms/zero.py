@@ -16,7 +16,7 @@ from trine.optim.plan.whatif.operators import Operator
 from trine.optim.plan.whatif.times import Link
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, compute_lane, require_operators
-from trine.optim.plan.whatif.transforms._facts import require_plain
+from trine.optim.plan.whatif.transforms._facts import require_no_pipeline, require_plain
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.optim.plan.whatif.transforms._transfers import (
     BUCKET_COPY,
@@ -42,6 +42,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     require_operators(graph.basis, KEYS[0])
     require_exchange(graph, KEYS[0])
     require_plain(graph, KEYS[0])
+    require_no_pipeline(graph, KEYS[0])
     if not change.times:
         raise UsageError("zero.stage: this machine is not calibrated: run trine hardware --calibrate")
     gather = change.times.link("all_gather").among(graph.world)
