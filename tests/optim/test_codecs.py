@@ -11,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trine.optim.config import CODECS
 from trine.optim.runtime.exchange import Bucket, Piece
-from trine.optim.runtime.exchange.calibration import NAMES
 from trine.optim.runtime.exchange.codecs import (
     CLIP,
     Cast,
@@ -336,7 +334,3 @@ def test_power_sgd_keeps_what_it_had_when_a_gradient_is_not_finite() -> None:
     after = power.state_dict()
     assert torch.equal(before["residuals"]["w"], after["residuals"]["w"])
     assert torch.equal(before["q"]["w"], after["q"]["w"])
-
-
-def test_every_codec_that_a_configuration_may_name_is_calibrated() -> None:
-    assert set(NAMES) == set(CODECS)

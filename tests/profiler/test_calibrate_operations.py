@@ -12,8 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from trine.cli import main
+from trine.optim.config import CODECS
 from trine.optim.runtime.exchange import calibration
-from trine.optim.runtime.exchange.calibration import NAMES, codecs_of
+from trine.optim.runtime.exchange.calibration import codecs_of
 from trine.profiler import calibrate, calibrate_links, calibrate_operations
 from trine.profiler.calibrate_sharding import PARAMETERS
 from trine.record.hardware import Peaks, calibrated
@@ -36,7 +37,7 @@ def test_operations_are_measured_by_dtype_and_size(monkeypatch: pytest.MonkeyPat
 
 def test_codecs_send_fewer_bytes_in_the_ratio_of_their_bits() -> None:
     rows = {row["dtype"]: row for row in codecs_of(torch.device("cpu"))}
-    assert set(rows) == set(NAMES) and all(row["seconds"] > 0 for row in rows.values())
+    assert set(rows) == set(CODECS) and all(row["seconds"] > 0 for row in rows.values())
     assert rows["bf16"]["ratio"] == pytest.approx(2.0)
     assert rows["int8"]["ratio"] == pytest.approx(4.0, rel=0.05)  # and a scale for 64 codes
     assert rows["onebit"]["ratio"] > rows["int8"]["ratio"]

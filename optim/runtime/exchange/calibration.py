@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from trine.optim.config import Communication
+from trine.optim.config import CODECS, Communication
 from trine.optim.runtime.exchange.break_even import measure_codec
 
-__all__ = ["NAMES", "codecs_of"]
+__all__ = ["codecs_of"]
 
-NAMES = ("bf16", "fp16", "int8", "qsgd", "powersgd", "onebit", "terngrad")
 #: The gradients are one matrix of so many rows and columns.
 SIDE = 1024
 
@@ -24,7 +23,7 @@ SIDE = 1024
 def codecs_of(device: torch.device, ranks: int = 2) -> list[dict[str, Any]]:
     """Each codec on this device, with as many of PyTorch's threads as there are now where that is the CPU."""
     sample = {"weight": torch.zeros(SIDE, SIDE, device=device)}
-    return [_row(name, sample, ranks, device) for name in NAMES]
+    return [_row(name, sample, ranks, device) for name in CODECS]
 
 
 def _row(name: str, sample: dict[str, torch.Tensor], ranks: int, device: torch.device) -> dict[str, Any]:
