@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trine.record.errors import TrineError, UnreadableInput, UsageError
+from trine.record.hardware import usable_cores
 from trine.record.loading import load
 from trine.record.model import Job, Quality, Rank, RankSource
 
@@ -128,7 +129,7 @@ def _workers(job: Job, asked: int | None) -> int:
     if len(job.sources) < 2 or _input_bytes(job) < _WORTH_A_POOL:
         return 1
     return min(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        usable_cores(),
         len(job.sources),
     )
 

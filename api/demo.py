@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,7 @@ from trine.analyzers.statistics import bootstrap_median, ratio_of_medians
 from trine.optim import Config
 from trine.record import load
 from trine.record.errors import TrineError, UsageError
-from trine.record.hardware import calibrated, processor_name, store_calibration
+from trine.record.hardware import calibrated, processor_name, store_calibration, usable_cores
 
 __all__ = ["DemoResult", "Measured", "Options", "Outcome", "Side", "run_demo"]
 
@@ -174,7 +173,7 @@ class _Clock:
 
 def _place(wanted: int | None, devices: int) -> tuple[int, int]:
     """(ranks, threads a rank): a GPU a rank where there are two, one GPU alone, else two on the CPU."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     ranks = wanted or (2 if devices != 1 else 1)
     return ranks, max(1, cores // ranks)
 

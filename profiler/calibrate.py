@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from trine.record.errors import TrineError
-from trine.record.hardware import Peaks, fit_latency_bandwidth, processor_name
+from trine.record.hardware import Peaks, fit_latency_bandwidth, processor_name, usable_cores
 
 from .calibrate_operations import measure_operations
 from .calibrate_ranks import Rows, Tell, measure_all_reduce, measure_links, timed
@@ -103,11 +103,6 @@ def _accelerators(
         dtypes = tuple(dtype for dtype in ("fp32", "bf16") if dtype in measured.flops_per_s)
         operations = _try(partial(measure_operations, device, dtypes), tell, "single operations: ") or []
         yield device, replace(measured, operations=[*operations, *links])
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def calibrate_cpu(threads: int, collective: Mapping[str, float | int | str] | None = None) -> Peaks:

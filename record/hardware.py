@@ -36,6 +36,7 @@ __all__ = [
     "present_devices",
     "processor_name",
     "store_calibration",
+    "usable_cores",
 ]
 
 logger = logging.getLogger("trine")
@@ -159,6 +160,11 @@ def cache_folder() -> Path:
     if given:
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trine"
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @lru_cache(maxsize=1)

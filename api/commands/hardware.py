@@ -23,7 +23,15 @@ from importlib.util import find_spec
 from typing import Any
 
 from trine.record.errors import TrineError, UsageError
-from trine.record.hardware import Peaks, cache_folder, calibrated, peaks_of, processor_name, store_calibration
+from trine.record.hardware import (
+    Peaks,
+    cache_folder,
+    calibrated,
+    peaks_of,
+    processor_name,
+    store_calibration,
+    usable_cores,
+)
 
 __all__ = ["SUMMARY", "describe", "prepare_parser", "run", "text_of"]
 
@@ -66,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(has_torch: bool) -> dict[str, Any]:
     """Everything known, as plain values. Rates per second, sizes in bytes; measured ones say when and where."""
     processor = processor_name()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     counts = sorted({threads for threads in (1, cores) if calibrated(processor, threads)})
     return {
         "schema": SCHEMA,

@@ -14,6 +14,7 @@ from trine.optim.config import Config
 from trine.optim.techniques._assembly import Assembly, Effect, Facts
 from trine.optim.verify import Tolerance
 from trine.record.errors import UsageError
+from trine.record.hardware import usable_cores
 
 __all__ = [
     "KEYS",
@@ -76,7 +77,7 @@ def apply(assembly: Assembly) -> None:
 def automatic_workers(ranks: int) -> int:
     """Workers a rank from the cores that training leaves over; at most four, none where none is left."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return max(0, min(4, cores // local - 1))
 
 
