@@ -9,6 +9,7 @@ from trine.analyzers.units import count, duration, percent, size
 from trine.optim.plan.candidates import Candidate
 from trine.optim.plan.cost import Range, RunCost
 from trine.optim.plan.limits import Limit, Limits
+from trine.optim.plan.memory import USABLE
 from trine.optim.plan.planning import Plan
 from trine.optim.plan.reasons import layout_words, part_words
 
@@ -88,6 +89,11 @@ def _notices(plan: Plan) -> Iterator[str]:
         f"{count(best.tokens_per_s.value)} tokens/s ({_interval(best.tokens_per_s, count)}); {size(best.peak.value)}"
         f" ({_interval(best.peak, size)}) of {size(room)} on stage {best.stage}; bound by {best.bound}."
     )
+    if best.peak.high > room * USABLE:
+        yield (
+            f"It may run out of memory: the device gives {size(room * USABLE)}, and one of twenty needs more than"
+            f" {size(best.peak.high)}; --memory-headroom {1 - USABLE / (best.peak.high / best.peak.value):.2f} keeps clear of that."
+        )
     if best.cost is not None:
         yield _cost_words(best.cost)
     if plan.jitter is not None:

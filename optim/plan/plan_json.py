@@ -16,6 +16,7 @@ from trine.optim.plan.cluster import Cluster, Link
 from trine.optim.plan.cost import Range, RunCost
 from trine.optim.plan.layouts import KINDS
 from trine.optim.plan.limits import Limit, Limits
+from trine.optim.plan.memory import USABLE
 from trine.optim.plan.planning import Plan
 from trine.optim.plan.problem import Problem
 
@@ -136,6 +137,7 @@ def _candidate(one: Candidate, rank: int | None, plan: Plan) -> dict[str, Any]:
             **_peak(one.peak),
             "capacity_bytes": plan.problem.cluster.device.memory_bytes,
             "usable_bytes": plan.problem.capacity_bytes,
+            "fits_at_high": one.peak.high <= USABLE * plan.problem.cluster.device.memory_bytes,
             "stage": one.stage,
             "by_category_bytes": one.memory_bytes,
             "node_host_bytes": one.host_bytes,

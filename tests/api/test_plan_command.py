@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,34 @@ def test_text_says_the_winner_its_time_and_what_it_rests_on(capsys: pytest.Captu
         assert title in shown.out
     assert "fitted on" in shown.out and "configurations" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 100
+
+
+def test_every_number_has_its_interval_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASK, "--tokens", "1T", "--price", "2.5"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    ranges = r"[\d.]+( k| M)? to [\d.]+"
+    columns = rf"(?<!\S)1 {ranges} s {ranges} % {ranges} GiB {ranges} [kM] {ranges} {ranges} [kMG]"
+    assert len(re.findall(columns, shown)) == 2, "of the ranking and of the front"
+    assert re.search(rf"MFU \d+ % \({ranges} %\)", shown)
+    assert re.search(r"context in tokens, of the best layout: [\d,]+ \([\d,]+ to [\d,]+\)", shown)
+    assert "micro-batches of" in shown and "It may run out" not in shown
+
+
+def test_a_plan_without_headroom_says_what_may_run_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ASK, "--memory-headroom", "0", "--pin", "tensor=1", "--pin", "data=8"]
+    assert main([*words, "--format", "json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["rows"][0]["memory"]
+    assert memory["peak_high_bytes"] > 0.99 * memory["capacity_bytes"] and not memory["fits_at_high"]
+    assert main(words) == 0
+    assert "It may run out of memory" in capsys.readouterr().out
+
+
+def test_what_is_searched_beside_the_usual_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASK, "--search", "precision", "--pin", "tensor=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "fp8" in shown and "searched, too" in shown
+    assert main([*ASK, "--search", "precison"]) == 2
+    assert "did you mean 'precision'" in capsys.readouterr().err
 
 
 def test_json_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
