@@ -265,7 +265,7 @@ class _Writer:
             )
         if best.beyond:
             found.append(
-                f"{problem.stack.name} does not offer {', '.join(best.beyond)}: planned because it is pinned"
+                f"{problem.stack.name} does not offer {', '.join(best.beyond)}: planned because it is asked for"
             )
         return tuple(found)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from plan_problems import MIXTURE, problem
@@ -10,7 +12,7 @@ from trine.optim.plan import search
 from trine.optim.plan.layouts import OFFLOADED, SCHEDULES
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.pareto import front
-from trine.optim.plan.problem import Problem
+from trine.optim.plan.problem import SEARCHABLE, Problem
 from trine.optim.plan.search import Found, Searcher
 from trine.optim.plan.space import savings, shapes
 from trine.optim.plan.step import predict
@@ -21,6 +23,9 @@ CASES = {
     "tighter": problem(3.3),
     "hardly anything fits": problem(2.95),
     "everything that is priced": problem(3.1, "compression=none,int8", stack="trine"),
+    "all that may be searched": replace(
+        problem(3.1, "pipeline=1", "micro_batch=1,2", stack="trine"), searched=SEARCHABLE
+    ),
     "several precisions": problem(4.5, "precision=bf16,fp32", "pipeline=1,2"),
     "experts": problem(3.0, workload=MIXTURE),
     "all recomputed": problem(3.5, "recompute=full"),
