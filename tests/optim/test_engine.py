@@ -6,6 +6,7 @@ from typing import Any
 
 import optim_cases
 import pytest
+from rank_pool import RankPool
 
 import trine
 from trine.optim.techniques import techniques
@@ -399,22 +400,20 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    """Everything that needs two ranks, in one pair of processes: starting them is what costs."""
-    return optim_cases.on_ranks(2, optim_cases.everything_on_ranks, CONFIGURATIONS)
+def on_two(two_ranks: RankPool) -> list[dict[str, Any]]:
+    """What most tests below look at."""
+    return two_ranks.run("optim_cases:everything_on_ranks", 2, CONFIGURATIONS)
 
 
 @pytest.mark.parametrize("position", range(len(CONFIGURATIONS)), ids=lambda n: str(CONFIGURATIONS[n]))
-def test_two_ranks_match_one_process_on_the_whole_batch(
-    two_ranks: list[dict[str, Any]], position: int
-) -> None:
+def test_two_ranks_match_one_process_on_the_whole_batch(on_two: list[dict[str, Any]], position: int) -> None:
     whole, _ = optim_cases.train_plain(steps=8, size=8, double=True)
-    (losses, total), (_, other) = (each["losses"][position] for each in two_ranks)
+    (losses, total), (_, other) = (each["losses"][position] for each in on_two)
     assert total == other, "the replicas differ"
     assert _worst(whole, losses) < 1e-10
 
 
-def test_tokens_weigh_alike_over_micro_batches_and_ranks(two_ranks: list[dict[str, Any]]) -> None:
+def test_tokens_weigh_alike_over_micro_batches_and_ranks(on_two: list[dict[str, Any]]) -> None:
     """A mean of means is far off where counts differ; the weighted one is the whole batch's."""
     model = optim_cases.token_model()
     inputs = torch.cat([optim_cases.masked_batch(rank)[0] for rank in range(2)])
@@ -423,32 +422,35 @@ def test_tokens_weigh_alike_over_micro_batches_and_ranks(two_ranks: list[dict[st
     loss.backward()
     exact = torch.cat([(p - p.grad).detach().flatten() for p in model.parameters()])
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    for each in two_ranks:
+    for each in on_two:
         weighted = torch.tensor([value for row in each["weighted"] for value in row], dtype=torch.float64)
         assert float((weighted - exact).norm() / gradient.norm()) < 1e-10
 
 
-def test_a_wrapped_model_is_adopted_in_mid_training(two_ranks: list[dict[str, Any]]) -> None:
-    for each in two_ranks:
+def test_a_wrapped_model_is_adopted_in_mid_training(on_two: list[dict[str, Any]]) -> None:
+    for each in on_two:
         plain, adopted, refused = each["rewrapped"]
         assert _worst(plain, adopted) <= 1e-6
         assert "replaced by trine.optimize" in refused
 
 
-def test_ranks_synchronise_at_the_last_micro_batch_alone(two_ranks: list[dict[str, Any]]) -> None:
-    assert [each["synchronisations"] for each in two_ranks] == [1, 1]
+def test_ranks_synchronise_at_the_last_micro_batch_alone(on_two: list[dict[str, Any]]) -> None:
+    assert [each["synchronisations"] for each in on_two] == [1, 1]
 
 
-def test_the_refused_static_graph_with_accumulation_is_broken_in_pytorch(
-    two_ranks: list[dict[str, Any]],
-) -> None:
-    for each in two_ranks:
+def test_a_static_graph_with_accumulation_is_refused(on_two: list[dict[str, Any]]) -> None:
+    for each in on_two:
         assert "static_graph and accumulation" in each["refused"].replace("communication.", "")
-        assert each["static_graph"].startswith("error")
 
 
-def test_a_bucket_too_small_for_a_compiled_model_is_refused(two_ranks: list[dict[str, Any]]) -> None:
-    assert all("communication.bucket_mib = 0.5" in each["refused_bucket"] for each in two_ranks)
+@pytest.mark.slow
+def test_the_refused_static_graph_with_accumulation_is_broken_in_pytorch() -> None:
+    for said in optim_cases.on_ranks(2, optim_cases.static_graph_with_no_sync):
+        assert said.startswith("error")
+
+
+def test_a_bucket_too_small_for_a_compiled_model_is_refused(on_two: list[dict[str, Any]]) -> None:
+    assert all("communication.bucket_mib = 0.5" in each["refused_bucket"] for each in on_two)
 
 
 def test_best_bucket_size() -> None:
