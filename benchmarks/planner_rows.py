@@ -233,9 +233,6 @@ def _stack(row: Row) -> Stack:
     if "torchtitan 2025" in text.lower() and traits.get("fused"):
         # Since 2025 its compilation takes in the loss.
         traits["fused_loss"] = True
-    if "megatron-lm fork" in text.lower():
-        # What it keeps of a layer (published peaks) is with the scores.
-        traits["fused_attention"] = False
     if re.search(r"async ?-?tp", notes):
         traits["tensor_overlap"] = True
     if "deepep" in notes or "hybridep" in notes:

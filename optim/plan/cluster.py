@@ -27,6 +27,7 @@ class Device:
     ``matmul_flops_per_s``: the best rate any matmul of bf16 was seen to reach, None where nobody said. ``family`` chooses
     the fitted constants: ``volta``, ``ampere``, ``hopper``, ``blackwell``, ``cdna3``, ``tpu``, ``gaudi``, ``cpu`` and others of
     ``devices.csv``; ``unknown`` where nobody said. ``matmul_rates``: such best rates by precision, as far as they are known.
+    ``multiprocessors``: enabled streaming multiprocessors or compute units; None: as its family's usually have.
     ``constants``: of the family's constants, those that were measured on this very device.
     """
 
@@ -39,6 +40,7 @@ class Device:
     matmul_flops_per_s: float | None = None
     source: str = ""
     matmul_rates: Mapping[str, float] = field(default_factory=dict)
+    multiprocessors: int | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
 
     def with_changes(self, **changes: Any) -> Device:
@@ -78,6 +80,7 @@ class Device:
             memory_bandwidth=Bandwidth(peaks.memory_bytes_per_s),
             link=None if peaks.link_bytes_per_s is None else Bandwidth(peaks.link_bytes_per_s),
             matmul_flops_per_s=matmul_flops_per_s,
+            multiprocessors=peaks.multiprocessors,
             source=peaks.source,
         )
 

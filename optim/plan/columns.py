@@ -183,7 +183,10 @@ class Conditions:
         between: NetworkConstants | None = None,
     ) -> Conditions:
         """Columns of length one; constants are those of the device's family and the links' kinds unless given."""
-        device = device or _measured(device_constants(cluster.device.family), cluster.device.constants)
+        if device is None:
+            device = device_constants(cluster.device.family)
+            device = replace(device, units=cluster.device.multiprocessors or device.units)
+            device = _measured(device, cluster.device.constants)
         inside_link = cluster.inside or Link(_NO_LINK)
         between_link = cluster.between or Link(_NO_LINK, kind="infiniband")
         inside = inside or _measured(network_constants(inside_link.kind), inside_link.constants)
@@ -194,6 +197,8 @@ class Conditions:
         usual = next((peak for peak in known if np.isfinite(peak)), np.nan)
         best = cluster.device.matmul_flops_per_s or usual * device.achievable
         share = best / usual
+        # bf16's is the best above; of fp8 a device's constant says what is reached of the gain that its peaks promise.
+        seen = {name: cluster.device.matmul_rates.get(name) for name in ("fp32", "tf32")}
         values: dict[str, object] = {
             "memory_per_s": cluster.device.memory_bandwidth.bytes_per_s,
             **_tiers(cluster),
@@ -232,7 +237,12 @@ class Conditions:
         columns = {name: np.asarray([value], dtype=np.float64) for name, value in values.items()}
         return cls(
             peaks=np.asarray([peaks], dtype=np.float64),
-            rates=np.asarray([[peak * share for peak in peaks]], dtype=np.float64),
+            rates=np.asarray(
+                [
+                    [seen.get(name) or peak * share for name, peak in zip(PRECISIONS, peaks, strict=True)],
+                ],
+                dtype=np.float64,
+            ),
             networks=(Network.of(cluster.with_changes(inside=inside_link, between=between_link)),),
             **columns,
         )

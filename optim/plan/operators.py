@@ -11,7 +11,7 @@ is fused (FLOPs over ``attention``'s share of the matmul rate) or leaves its sco
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,7 @@ __all__ = ["LayerTimes", "Pass", "layer_times", "matmul_s", "repeated_share"]
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.62))
 #: What a partly filled last wave costs beyond its share: a mixture of tile shapes and stream-K level out the rest.
 _QUANTISATION = 0.5
-#: How much longer batched matmuls take whose rows are not aligned to 16 bytes: they leave the tensor units (a published sweep
-#: of head sizes has 108 and 150 beside 104 and 144 on one model).
-_UNALIGNED = 25.0
-#: The same of one large matmul.
+#: How much longer one large matmul takes whose rows are not aligned to 16 bytes: tensor units load two or four bytes at once.
 _UNALIGNED_HEAD = 2.5
 #: Calls of a layer's forward that the host makes one by one: element-wise kernels joined by hand or by a compiler, and not.
 _KERNELS = {True: 60.0, False: 90.0}
@@ -117,6 +114,12 @@ def rates_of(conditions: Conditions, layouts: Layouts, *, linear: bool = True) -
         depth=conditions.depth,
         element_bytes=np.where(wide, 4.0, 2.0),
     )
+
+
+def _without_tensor_units(conditions: Conditions, on: Rates) -> Rates:
+    """The same at the rate of 32-bit arithmetic, in which 16-bit products are summed elsewhere."""
+    plain = conditions.rates[:, PRECISIONS.index("fp32")] * conditions.matmul / conditions.compute
+    return replace(on, rate=np.fmin(on.rate, plain))
 
 
 def layer_times(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> LayerTimes:
@@ -229,11 +232,14 @@ def _scores(
     fused = flops / (on.rate * conditions.attention * conditions.attention_gain * shape)
     batch = tokens / sizes.sequence * layouts["context"] * heads
     part = sizes.sequence / layouts["context"]
-    matmuls = matmul_s(part, sizes.sequence, head, batch, on) + matmul_s(
-        part, head, sizes.sequence, batch, on
+    matmuls, slow = (
+        matmul_s(part, sizes.sequence, head, batch, rates)
+        + matmul_s(part, head, sizes.sequence, batch, rates)
+        for rates in (on, _without_tensor_units(conditions, on))
     )
-    # Rows of 16-bit elements that are no multiple of 16 bytes miss the tensor units' loads (NVIDIA's guide, section 2.1).
-    matmuls = matmuls * np.where((head % 8 == 0) | ~on.is_short, 1.0, _UNALIGNED)
+    # Batched matmuls whose rows of 16-bit elements are no multiple of 16 bytes miss the tensor units' loads (NVIDIA's guide,
+    # section 2.1): a published sweep of head sizes has 108 and 150 beside 104 and 144 on one model.
+    matmuls = np.where((head % 8 == 0) | ~on.is_short, matmuls, slow)
     elements = tokens * heads * sizes.sequence
     # Bytes an element. Forward: scale, mask and softmax read and write, or all in one; dropout reads, writes and keeps a mask
     # of a byte. Backward: softmax reads its result, too; of the mask nothing is written.

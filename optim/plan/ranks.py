@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.layouts import Layouts
@@ -23,6 +24,7 @@ __all__ = [
     "first_elements",
     "place_elements",
     "places_of",
+    "stays_gathered",
 ]
 
 
@@ -113,3 +115,9 @@ def crossing_share(layouts: Layouts, node: Column) -> Column:
     crossing = np.ceil(pipeline * stride / node) - 1
     share = np.clip(crossing / np.maximum(pipeline - 1, 1.0), 0.0, 1.0)
     return np.where(pipeline > 1, share, 0.0)
+
+
+def stays_gathered(layouts: Layouts) -> npt.NDArray[np.bool_]:
+    """Where ZeRO 3 gathers a layer once a step and reduces it once: a pipeline keeps its stage whole over the micro-batches, as
+    PyTorch's FSDP does there; weights that lie elsewhere come for each use."""
+    return np.asarray((layouts["pipeline"] > 1) & (layouts["parameter_offload"] == 0))

@@ -20,9 +20,9 @@ from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.constants import Stack, spread
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.memory import MemoryEstimate, memory_of
-from trine.optim.plan.operators import LayerTimes, Pass, layer_times
+from trine.optim.plan.operators import LayerTimes, Pass, layer_times, repeated_share
 from trine.optim.plan.stages import stage_layers
-from trine.optim.plan.traffic import Traffic, traffic_of
+from trine.optim.plan.traffic import Traffic, reductions, traffic_of
 from trine.optim.plan.waits import Waits, waits_of
 from trine.optim.plan.workload import Convention, Workload
 
@@ -45,6 +45,9 @@ PARTS = (
 )
 
 
+#: What one of the tensor group's collectives takes of the host, in launches of kernels: besides its own kernel, checks, events on
+#: two streams and a node of the graph that autograd keeps.
+_COLLECTIVE_LAUNCHES = 12.0
 #: Between the sum of host's and device's time (1) and the longer of both (infinite).
 _ALONGSIDE = 3.0
 
@@ -256,14 +259,18 @@ class _Layer:
         forward, by_input = average("forward_s"), average("input_s")
         by_weight = average("weight_s") * (1 - sizes.frozen)
         again = average("recompute_s")
-        launch_s = average("kernels") * conditions.launch_s * (1 - conditions.captured)
+        one_s = conditions.launch_s * (1 - conditions.captured)
+        collectives = np.where(layouts["tensor"] > 1, reductions(sizes), 0.0) * _COLLECTIVE_LAUNCHES
+        launch_s = (average("kernels") + collectives) * one_s
         repeats = np.where(forward > 0, again / forward, 0.0)
         ahead = forward + traffic.forward_s
         behind = by_input + by_weight + again + traffic.backward_s
         # The host launches kernels one by one, and is behind for some of a layer and ahead for others: neither the longer of both
-        # nor their sum. Backward has twice as many launches.
+        # nor their sum. Backward launches twice as many kernels, and as many collectives.
+        repeated = repeated_share(sizes, layouts)
+        launch_behind_s = (average("kernels") * (2 + repeats) + collectives * (1 + repeated)) * one_s
         wait_ahead = _longer(launch_s, ahead) - ahead
-        wait_behind = _longer(launch_s * (2 + repeats), behind) - behind
+        wait_behind = _longer(launch_behind_s, behind) - behind
         return cls(
             _Rank(ahead + wait_ahead, by_input + again + traffic.backward_s + wait_behind, by_weight),
             {

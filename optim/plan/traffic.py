@@ -12,11 +12,11 @@ import numpy as np
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.operators import LayerTimes, repeated_share
-from trine.optim.plan.ranks import first_elements
+from trine.optim.plan.ranks import first_elements, stays_gathered
 from trine.optim.plan.tiers import offload_s, optimizer_s
 from trine.optim.plan.waits import Waits
 
-__all__ = ["Traffic", "traffic_of"]
+__all__ = ["Traffic", "reductions", "traffic_of"]
 
 #: Bytes that an element's compression and decompression move in memory.
 _ENCODING_BYTES = 16.0
@@ -54,7 +54,7 @@ def traffic_of(
     tensor = _tensor(sizes, conditions, layouts, times, waits)
     context = _context(sizes, conditions, layouts, times, waits)
     expert = _expert(sizes, conditions, layouts, times, waits)
-    gather = _gather(sizes, conditions, times, waits)
+    gather = _gather(sizes, conditions, layouts, times, waits)
     inside_s, between_s = (
         each.reached_s(conditions) for each in (waits.message_inside, waits.message_between)
     )
@@ -62,7 +62,8 @@ def traffic_of(
     first = (
         waits.gather.reached_s(conditions) + waits.expert_gather.reached_s(conditions)
     ) * conditions.exposed
-    first = np.maximum(first - gather[0], 0.0)
+    uses = np.where(stays_gathered(layouts), 1, layouts["microbatches"])
+    first = np.maximum(first - gather[0] * layouts["microbatches"] / uses, 0.0)
     first = first + waits.table_gather.reached_s(conditions) * conditions.exposed
     return Traffic(
         forward_s=tensor[0] + context[0] + expert[0] + gather[0],
@@ -78,19 +79,23 @@ def traffic_of(
         * layouts["chunks"]
         * (1 - conditions.message_overlap),
         exposed_gradients_s=_gradients(sizes, conditions, layouts, waits),
-        first_gather_s=first * layouts["microbatches"],
+        first_gather_s=first * uses,
         offload_s=offload_s(sizes, conditions, layouts, times),
         optimizer_s=optimizer_s(sizes, conditions, layouts),
     )
 
 
+def reductions(sizes: Sizes) -> Column:
+    """Of an average layer's forward over its tensor group: after attention and after the feed-forward, which experts do without."""
+    return np.asarray(2 - sizes.mixture_layers / sizes.layers)
+
+
 def _tensor(
     sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes, waits: Waits
 ) -> tuple[Column, Column]:
-    """Forward and backward of a layer. A layer of experts reduces after attention alone."""
-    reductions = 2 - sizes.mixture_layers / sizes.layers
+    """Forward and backward of a layer."""
     together = np.where(layouts["tensor"] > 1, conditions.skew_s, 0.0)
-    plain = reductions * (waits.tensor.reached_s(conditions) + together)
+    plain = reductions(sizes) * (waits.tensor.reached_s(conditions) + together)
     slow = waits.tensor.overlap(conditions)
     forward_work = np.where(conditions.tensor_overlap > 0, times.average("forward_s", sizes), 0.0)
     forward = _beside(plain, forward_work, slow)
@@ -143,8 +148,13 @@ def _gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Wa
     return found * (1 - sizes.frozen)
 
 
-def _gather(sizes: Sizes, conditions: Conditions, times: LayerTimes, waits: Waits) -> tuple[Column, Column]:
-    """What of a layer's gathers and reductions forward and backward wait for; the next layer's run beside this one."""
+def _gather(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes, waits: Waits
+) -> tuple[Column, Column]:
+    """What of a layer's gathers and reductions forward and backward of a micro-batch wait for; the next layer's run beside this
+    one."""
+    once = stays_gathered(layouts)
+    share = np.where(once, 1 / layouts["microbatches"], 1.0)
     gathered = waits.gather.reached_s(conditions) + waits.expert_gather.reached_s(conditions)
     gathered = gathered * conditions.exposed
     reduced = waits.reduce.reached_s(conditions) + waits.expert_reduce.reached_s(conditions)
@@ -154,6 +164,6 @@ def _gather(sizes: Sizes, conditions: Conditions, times: LayerTimes, waits: Wait
         (times.average(name, sizes) for name in ("weight_s", "recompute_s")), times.average("input_s", sizes)
     )
     return (
-        _beside(gathered, times.average("forward_s", sizes), slow),
-        _beside(gathered + reduced, work_behind, slow),
+        share * _beside(gathered, times.average("forward_s", sizes), slow),
+        share * _beside(np.where(once, 0.0, gathered) + reduced, work_behind, slow),
     )

@@ -30,6 +30,7 @@ PLAN = Path(constants.__file__).parent
         ("Megatron-LM 2021-04", "megatron-lm-2021"),
         ("Megatron-LM 2022", "megatron-lm-2022"),
         ("Megatron-LM 2024", "megatron-lm-2023"),
+        ("Megatron-LM fork 2023", "megatron-lm-fork"),
         ("Megatron-DeepSpeed", "megatron-deepspeed"),
         ("DeepSpeed ZeRO-3 (Azure ND A100 v4)", "deepspeed"),
         ("NeMo 24.12 / Megatron-Core", "megatron-core"),

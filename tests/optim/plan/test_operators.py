@@ -13,6 +13,7 @@ from trine.optim.plan import Cluster, Layouts, Workload
 from trine.optim.plan.columns import Conditions, Sizes
 from trine.optim.plan.constants import stack_named
 from trine.optim.plan.devices import device_named
+from trine.optim.plan.layouts import PRECISIONS
 from trine.optim.plan.operators import Rates, layer_times, matmul_s
 
 A100 = device_named("A100-SXM4-80GB")
@@ -123,6 +124,27 @@ def test_fp8_hastens_matmuls_alone() -> None:
     assert found.dense.weight_s[1] < 0.75 * found.dense.weight_s[0]
     assert found.dense.scores_s[1] == found.dense.scores_s[0]
     assert found.head.forward_s[1] == found.head.forward_s[0]
+
+
+def test_without_tensor_units_scores_go_at_32_bit_arithmetic_s_rate() -> None:
+    model = Workload("x", 78, 13824, 128, 55296, 250880, 2048)  # heads of 108
+    scores_s = layer(model, micro_batch=4).scores_s[0]
+    flops = 2 * 2 * 4 * 128 * 2048 * 2048 * 108
+    # 19.5 TFLOP/s at best, and tiles are filled and drained for each of a head's 108.
+    assert flops / 19.5e12 < scores_s < 3 * flops / 19.5e12
+
+
+def test_a_device_s_own_multiprocessors_and_rates_stand_before_its_family_s() -> None:
+    def conditions(**changes: object) -> Conditions:
+        device = device_named("H100 PCIe").with_changes(**changes)
+        return Conditions.of(Cluster(device=device, devices_per_node=8), stack_named("megatron-core"))
+
+    assert conditions().units == 114
+    assert conditions(multiprocessors=None).units == 132
+    assert conditions(constants={"units": 7.0}).units == 7
+    rates = conditions(matmul_rates={"fp32": 40e12, "fp8": 1e12}).rates[0]
+    assert rates[PRECISIONS.index("fp32")] == 40e12
+    assert rates[PRECISIONS.index("fp8")] > rates[PRECISIONS.index("bf16")]
 
 
 def test_an_odd_vocabulary_is_slow_where_nobody_pads_it() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trine.optim.plan import Bandwidth, Cluster, Layouts, Link, Workload
-from trine.optim.plan.constants import stack_named, stacks
+from trine.optim.plan.constants import device_constants, stack_named, stacks
 from trine.optim.plan.devices import device_named
 from trine.optim.plan.step import PARTS, predict, rank_times
 from trine.record.errors import UsageError
@@ -139,6 +139,32 @@ def test_gathers_are_hidden_until_they_are_longer_than_computing() -> None:
     found = step(layouts, stack="torchtitan", between=50.0)
     assert found.parts["gathers"][0] < 0.25 * found.parts["compute"][0]
     assert found.parts["gathers"][1] > found.parts["compute"][1]
+
+
+def test_a_host_that_lags_pays_for_its_tensor_collectives_too() -> None:
+    small = Workload("small", 48, 1024, 16, 4096, 51200, 1024, dropout=True)
+    layouts = Layouts.of(tensor=[1, 2], data=[2, 1])
+    found = step(layouts, small)
+    # Half the work a rank, but the host has the same kernels to launch, and two all-reduces each way.
+    assert found.step_s[1] > found.step_s[0]
+    alone = found.parts["compute"] + found.parts["overhead"]
+    calls_s = 48 * 4 * 12 * device_constants("ampere").launch_s
+    assert 0 < alone[1] + found.parts["tensor_communication"][1] - alone[0] < 1.5 * calls_s
+    captured = predict(
+        small, cluster(), dataclasses.replace(stack_named("megatron-lm-2022"), captured=True), layouts
+    )
+    assert captured.parts["overhead"][1] == pytest.approx(captured.parts["overhead"][0])
+
+
+def test_a_pipeline_gathers_its_stage_once_a_step_whatever_the_micro_batches() -> None:
+    layouts = Layouts.of(data=64, zero_stage=3, pipeline=[1, 1, 4, 4], microbatches=[8, 16, 8, 16])
+    plain, twice, piped, piped_twice = step(layouts, stack="torchtitan", between=50.0).parts["gathers"]
+    assert twice == pytest.approx(2 * plain)
+    assert piped_twice == pytest.approx(piped, rel=0.01)
+    # Weights that lie elsewhere come for each use.
+    moved = Layouts.of(data=64, zero_stage=3, pipeline=4, microbatches=[8, 16], parameter_offload="cpu")
+    once, again = step(moved, stack="torchtitan", between=50.0).parts["gathers"]
+    assert again == pytest.approx(2 * once, rel=0.01)
 
 
 def test_compression_sends_less_and_costs_memory() -> None:
