@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, product
 from typing import Any
@@ -147,7 +147,7 @@ def _memory_work(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str
         yield from ((name, elements, _cold(binary, pairs)) for name, binary in two.items())
 
 
-def _cold(work: Callable[..., Any], inputs: list[tuple[torch.Tensor, ...]]) -> Work:
+def _cold(work: Callable[..., Any], inputs: Sequence[tuple[torch.Tensor, ...]]) -> Work:
     """``work`` on other inputs at every call, and with an output whose memory was last used as many calls ago."""
     turns = cycle(inputs)
     kept: deque[Any] = deque(maxlen=len(inputs))
