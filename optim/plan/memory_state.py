@@ -20,7 +20,7 @@ from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import Integers, Layouts
 from trine.optim.plan.memory_activations import element_bytes
 from trine.optim.plan.memory_traits import MemoryTraits
-from trine.optim.plan.ranks import Places, expert_replicas, place_elements
+from trine.optim.plan.ranks import Places, expert_replicas, place_elements, stays_gathered
 from trine.optim.plan.workload import Workload
 
 __all__ = ["State", "state_of"]
@@ -140,7 +140,7 @@ def _gathers(
         ahead = np.minimum(traits.live_parameters + unit, elements)
         outside = 0.0 * outside
     moved = layouts["parameter_offload"] > 0
-    piped = (layouts["pipeline"] > 1) & ~moved
+    piped = stays_gathered(layouts)
     stage_layers = places.layers * layer
     blocks = np.where(piped, stage_layers, ahead) + outside
     head = places.last * workload.vocab * workload.hidden / tensor
