@@ -38,10 +38,10 @@ CONSTANTS = Path(__file__).resolve().parents[1] / "optim" / "plan" / "constants.
 Values = npt.NDArray[np.float64]
 
 #: Prior and, in units of its logarithm, how far a constant may lie from it before that costs as much as an error of ``_KNEE``
-#: in one table. The priors are what vendors' guides and microbenchmarks say.
+#: in one table. The priors are what vendors' guides and microbenchmarks say; ``depth``'s is a tile's step along K in CUTLASS.
 PRIORS: Mapping[str, tuple[float, float]] = {
     "matmul": (0.85, 0.1),
-    "depth": (64.0, 0.7),
+    "depth": (32.0, 0.3),
     "attention": (0.6, 0.3),
     "memory": (0.8, 0.15),
     "launch_s": (12e-6, 0.3),

@@ -68,7 +68,7 @@ class Size(NamedTuple):
 PROFILED = (Size(22, 2304, 8, 6), Size(30, 4096, 8, 3), Size(46, 5120, 16, 1), Size(62, 6144, 32, 1))
 VOCABULARY = 50304
 #: Shares of the best matmul's rate and of the memory's that a fit tries.
-SHARES = tuple(product(np.arange(0.7, 1.1, 0.02).tolist(), np.arange(0.4, 1.3, 0.05).tolist()))
+SHARES = tuple(product(np.arange(0.7, 1.1, 0.01).tolist(), np.arange(0.4, 1.3, 0.025).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
