@@ -13,6 +13,7 @@ from typing import Any
 from trine.optim.plan._tables import packaged
 from trine.optim.plan.constants import Stack, stacks
 from trine.optim.plan.layouts import OFFLOADED
+from trine.optim.plan.refusals import Rule, rule_of
 
 __all__ = ["Abilities", "abilities_of"]
 
@@ -23,13 +24,15 @@ _EVERY = "every"
 @dataclass(frozen=True, slots=True)
 class Abilities:
     """``choices``: column of a layout → words or numbers that the stack offers for it. ``zero_in_pipelines``: stages of ZeRO
-    that may stand beside pipeline stages. ``hybrid_shard``: ZeRO's group may be smaller than all data ranks."""
+    that may stand beside pipeline stages. ``hybrid_shard``: ZeRO's group may be smaller than all data ranks. ``refuses``: what it
+    has, but not together."""
 
     name: str
     choices: Mapping[str, tuple[Any, ...]]
     zero_in_pipelines: tuple[int, ...]
     hybrid_shard: bool
     source: str
+    refuses: tuple[Rule, ...] = ()
 
     def only_one(self, column: str) -> bool:
         """Whether a degree (tensor, context, expert, pipeline) is 1 in this software."""
@@ -59,5 +62,10 @@ def abilities_of(stack: Stack) -> Abilities:
         choices[column] = tuple(given[column])
     choices |= {column: (1,) for column in ("tensor", "context", "expert", "pipeline") if not given[column]}
     return Abilities(
-        name, choices, tuple(given["zero_in_pipelines"]), given["hybrid_shard"], str(given["source"])
+        name,
+        choices,
+        zero_in_pipelines=tuple(given["zero_in_pipelines"]),
+        hybrid_shard=given["hybrid_shard"],
+        source=str(given["source"]),
+        refuses=tuple(rule_of(text) for text in given.get("refuses", ())),
     )

@@ -13,6 +13,7 @@ from trine.optim.plan.cost import Range
 from trine.optim.plan.layouts import DEFAULTS, KINDS, OFFLOADED, Integers, Layouts
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.reasons import lost_by, too_large
+from trine.optim.plan.refusals import broken
 from trine.optim.plan.search import Searcher
 from trine.optim.plan.space import BUCKETS, savings
 
@@ -77,7 +78,12 @@ def alternatives(predictor: Predictor, searcher: Searcher, best: Layouts) -> tup
             chosen.append((column, own.take(rows[[int(np.argmin(away[rows]))]])))
     if not chosen:
         return ()
-    once = {(column, int(layout[column][0])): (column, layout) for column, layout in chosen}
+    rules = searcher.problem.refused_unless_pinned()
+    once = {
+        (column, int(layout[column][0])): (column, layout)
+        for column, layout in chosen
+        if not broken(rules, layout.columns, searcher.problem.workload).any()
+    }
     chosen = sorted(once.values(), key=lambda one: _COLUMNS.index(one[0]))
     return _described(predictor, best, chosen)
 

@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from trine.optim.plan.layouts import (
     KINDS,
+    OFFLOADED,
     PRECISIONS,
     SCHEDULES,
     Integers,
 )
 from trine.optim.plan.problem import Problem
+from trine.optim.plan.refusals import Rule, broken, broken_words
 from trine.optim.plan.schedules import Shape, schedules
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "CHOICES",
     "EXPERTS",
     "RANKS",
+    "SAVED",
     "STAGES",
     "Constraint",
     "Mask",
@@ -37,6 +40,8 @@ __all__ = [
     "words_of",
 ]
 
+#: Columns that a shape has not yet: what saves memory at the price of time.
+SAVED = frozenset({"recompute", "recomputed_layers", *OFFLOADED})
 #: Columns of layouts that are being made: not all that a layout has.
 Rows = Mapping[str, Integers]
 Mask = npt.NDArray[np.bool_]
@@ -366,6 +371,19 @@ def _buckets_words(problem: Problem, row: Mapping[str, int]) -> str:
     return "buckets are of gradients that several ranks reduce below zero_stage 3"
 
 
+def _rules(problem: Problem) -> list[Rule]:
+    """Of what a shape has."""
+    return problem.refused_unless_pinned(lambda columns: not columns & SAVED)
+
+
+def _together(problem: Problem, rows: Rows) -> Mask:
+    return ~broken(_rules(problem), rows, problem.workload)
+
+
+def _together_words(problem: Problem, row: Mapping[str, int]) -> str:
+    return f"{problem.stack.name} does not run {broken_words(_rules(problem), row, problem.workload)}"
+
+
 CHOICES = (
     Constraint("zero", _zero_ranks, _zero_ranks_words),
     Constraint("zero in pipelines", _zero_pipeline, _zero_pipeline_words),
@@ -375,4 +393,5 @@ CHOICES = (
     Constraint("compression", _compression, _compression_words),
     Constraint("buckets", _buckets, _buckets_words),
     Constraint("precision", _precision, _precision_words),
+    Constraint("together", _together, _together_words),
 )

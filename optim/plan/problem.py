@@ -6,7 +6,7 @@ problem = Problem.of(workload, cluster, stack_named("megatron-core"), global_bat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from trine.optim.plan._tables import near
 from trine.optim.plan.abilities import Abilities, abilities_of
 from trine.optim.plan.cluster import Cluster
 from trine.optim.plan.constants import Stack
-from trine.optim.plan.layouts import DEFAULTS, KINDS
+from trine.optim.plan.layouts import DEFAULTS, KINDS, RECOMPUTATIONS, Layouts
+from trine.optim.plan.refusals import Rule
 from trine.optim.plan.units import parse_bytes
 from trine.optim.plan.workload import Workload
 from trine.record.errors import UsageError
@@ -34,6 +35,8 @@ SEARCHABLE = ("precision", "compression", "remote")
 _EVERY = "all"
 #: The largest count that is believed of a pin.
 _MOST = 10**9
+#: The largest job that is believed: ten times the largest clusters that are being built.
+_MOST_DEVICES = 10**7
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,14 @@ class Problem:
             raise UsageError(
                 f"{settled[0]} is pinned and searched: keep --pin {settled[0]}=… or --search {settled[0]}"
             )
+        if cluster.devices > _MOST_DEVICES:
+            raise UsageError(
+                f"{cluster.devices} devices are more than any job has: at most {_MOST_DEVICES:,}"
+            )
         batch = global_batch or _usual_batch(workload, cluster)
         usual = global_batch is None
-        return cls(workload, cluster, stack, batch, headroom, dict(pins or {}), usual, tuple(searched))
+        settled_pins = _with_recomputation(pins or {})
+        return cls(workload, cluster, stack, batch, headroom, settled_pins, usual, tuple(searched))
 
     @property
     def devices(self) -> int:
@@ -101,6 +109,13 @@ class Problem:
         chosen = [value for value in usual if offered is None or value in offered]
         return tuple(KINDS[column].index(value) if column in KINDS else int(value) for value in chosen)
 
+    def refused_unless_pinned(
+        self, about: Callable[[frozenset[str]], bool] = lambda columns: True
+    ) -> list[Rule]:
+        """What the stack refuses, of the columns that are asked ``about``, but for what the pins themselves ask for."""
+        rules = self.abilities.refuses
+        return [rule for rule in rules if about(rule.columns) and not rule.forced(self.pins)]
+
     def beyond_the_stack(self, layout: Mapping[str, int | str]) -> tuple[str, ...]:
         """What a layout has that the stack does not offer: ``"schedule=zb-v"``."""
         found = []
@@ -111,12 +126,29 @@ class Problem:
         stage = layout["zero_stage"]
         if layout["pipeline"] != 1 and stage not in self.abilities.zero_in_pipelines:
             found.append(f"zero_stage={stage} beside pipeline={layout['pipeline']}")
-        return tuple(found)
+        rows = Layouts.of(**layout).columns
+        codes = {name: int(column[0]) for name, column in rows.items()}
+        broken = [rule for rule in self.abilities.refuses if rule.broken(rows, self.workload).all()]
+        return (*found, *(rule.words(codes, self.workload) for rule in broken))
 
     def without_pins(self) -> Problem:
         """The same with nothing settled but what numbers are computed in."""
         kept = {name: values for name, values in self.pins.items() if name in ("precision", "compression")}
         return replace(self, pins=kept)
+
+
+def _with_recomputation(pins: Pins) -> dict[str, tuple[int, ...]]:
+    """Layers that are recomputed are those of a budget, which such a pin asks for. Raises ``UsageError`` for another beside it."""
+    found, budget = dict(pins), RECOMPUTATIONS.index("budget")
+    layers = found.get("recomputed_layers", (0,))
+    if min(layers) == 0:
+        return found
+    if budget not in found.get("recompute", (budget,)):
+        raise UsageError(
+            f"--pin: recomputed_layers={_spelled('recomputed_layers', layers)} is of recompute=budget, and recompute is pinned "
+            f"to {_spelled('recompute', found['recompute'])}: drop one of them"
+        )
+    return found | {"recompute": (budget,)}
 
 
 def _plain(column: str) -> int | str:

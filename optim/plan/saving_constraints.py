@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trine.optim.plan.constraints import Constraint, Mask, Rows
+from trine.optim.plan.constraints import SAVED, Constraint, Mask, Rows
 from trine.optim.plan.layouts import OFFLOADED, OFFLOADS, RECOMPUTATIONS
 from trine.optim.plan.problem import Problem
+from trine.optim.plan.refusals import Rule, broken, broken_words
 
-__all__ = ["SAVINGS"]
+__all__ = ["OFFLOADS_ALONE", "SAVINGS"]
 
 
 def _offload(problem: Problem, rows: Rows) -> Mask:
@@ -50,8 +51,27 @@ def _budget_words(problem: Problem, row: Mapping[str, int]) -> str:
     )
 
 
-SAVINGS = (
+def _rules(problem: Problem, recomputed: bool) -> list[Rule]:
+    """Of what saves memory: those that ask for recomputation, or the others."""
+    return problem.refused_unless_pinned(
+        lambda columns: bool(columns & SAVED) and ("recompute" in columns) == recomputed
+    )
+
+
+def _together(recomputed: bool) -> Constraint:
+    return Constraint(
+        "together",
+        lambda problem, rows: ~broken(_rules(problem, recomputed), rows, problem.workload),
+        lambda problem, row: (
+            f"{problem.stack.name} does not run {broken_words(_rules(problem, recomputed), row, problem.workload)}"
+        ),
+    )
+
+
+#: Of layouts whose recomputation is still to be chosen.
+OFFLOADS_ALONE = (
     Constraint("offload", _offload, _offload_words),
     Constraint("host", _host, _host_words),
-    Constraint("budget", _budget, _budget_words),
+    _together(False),
 )
+SAVINGS = (*OFFLOADS_ALONE, Constraint("budget", _budget, _budget_words), _together(True))

@@ -159,8 +159,10 @@ class Searcher:
         kinds = np.stack(
             [
                 self.shapes["pipeline"],
-                self.shapes["zero_stage"] == 3,
+                self.shapes["zero_stage"],
                 self.shapes["data"] * self.shapes["context"] == 1,
+                # What a software's rules of offload ask for.
+                *(self.shapes[name] > 1 for name in ("tensor", "context", "expert")),
             ]
         )
         unique, where, counts = np.unique(kinds, axis=1, return_index=True, return_counts=True)
@@ -209,7 +211,7 @@ class Searcher:
         if not len(live):
             return None
         # First offload alone. What is recomputed need not be moved, so activations that stay bound the time of those that go.
-        away, parents = savings(self.problem, self.shapes.take(live), OFFLOADED)
+        away, parents = savings(self.problem, self.shapes.take(live), OFFLOADED, settled=False)
         mode = _fastest(saving_choices(self.problem)["recompute"])
         quick = away.with_changes(recompute=mode, recomputed_layers=0, activation_offload="none")
         fits = self.least_bytes(away, offload=False) <= self.problem.capacity_bytes

@@ -36,7 +36,7 @@ from trine.optim.plan.layouts import (
 )
 from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.problem import Problem, divisors
-from trine.optim.plan.saving_constraints import SAVINGS
+from trine.optim.plan.saving_constraints import OFFLOADS_ALONE, SAVINGS
 from trine.optim.plan.waits import WIRE_BYTES
 
 __all__ = ["BUCKETS", "NothingKept", "saving_choices", "savings", "savings_words", "shapes"]
@@ -215,10 +215,16 @@ def saving_choices(problem: Problem) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def savings(problem: Problem, chosen: Layouts, columns: Sequence[str]) -> tuple[Layouts, Integers]:
-    """Each layout with every combination of ``columns`` of :func:`saving_choices`, and the row that each came from."""
+def savings(
+    problem: Problem, chosen: Layouts, columns: Sequence[str], *, settled: bool = True
+) -> tuple[Layouts, Integers]:
+    """Each layout with every combination of ``columns`` of :func:`saving_choices`, and the row that each came from.
+
+    ``settled`` False: recomputation is still to be chosen, so what asks for it is let through.
+    """
     rows = _saving_rows(problem, chosen, columns)
-    rows = {name: column[kept(SAVINGS, problem, rows)] for name, column in rows.items()}
+    mask = kept(SAVINGS if settled else OFFLOADS_ALONE, problem, rows)
+    rows = {name: column[mask] for name, column in rows.items()}
     return Layouts({name: rows[name] for name in DEFAULTS}), rows["row"]
 
 
