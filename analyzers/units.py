@@ -6,10 +6,18 @@ __all__ = ["count", "duration", "interval", "percent", "rank_list", "rate", "siz
 
 
 def duration(ns: float) -> str:
-    """Nanoseconds to three significant digits with a unit: ``12.3 ms``."""
+    """Nanoseconds to three significant digits with a unit: ``12.3 ms``; from a thousand seconds on minutes, hours and days."""
     if ns == 0:
         return "0"
     sign, value = ("-" if ns < 0 else ""), abs(ns)
+    if value >= 1000e9 * 0.9995:
+        for unit, factor, least in (
+            ("days", 86_400e9, 100 * 3600e9),
+            ("h", 3600e9, 3600e9),
+            ("min", 60e9, 0.0),
+        ):
+            if value >= least * 0.9995:
+                return f"{sign}{_three_digits(value / factor)} {unit}"
     for unit, factor in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         # 999.6 µs would round to "1000 µs": go up a unit just before that.
         if value >= factor * 0.9995:

@@ -1,7 +1,7 @@
 """A table as lines of text: what gives way where a row is too long, and in which order.
 
 Titles of several words take several lines first; then flexible columns are shortened in their middle (of the last
-one, sentences go on in further lines instead); then whatever is widest.
+one, and of those that wrap, words go on in further lines instead); then whatever is widest.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ __all__ = ["head_lines", "row_lines", "widths_of", "wrap"]
 _GAP = 2
 #: A flexible column is not made narrower than this while another can give way.
 _NARROWEST = 12
-#: Lines that a sentence in the last column may take.
+#: Lines that a sentence, or a cell that wraps, may take.
 _MOST_LINES = 3
+#: Between the parts of a layout.
+_DOT = " · "
 #: The space between a number and its unit.
 _UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµn]?s|[KMGT]?i?B(?:/s)?)(?![\w]))")
 _MEASURING = Console(file=io.StringIO(), width=100)
@@ -61,17 +63,33 @@ def head_lines(columns: Sequence[Column], widths: Sequence[int]) -> list[str]:
 
 
 def row_lines(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> list[str]:
-    """One row: one line, or several where the last column holds a sentence that is longer than its room."""
-    last, column, width = cells[-1], columns[-1], widths[-1]
-    further: list[str] = []
-    if column.flexible and column.align == "left" and cell_len(last) > width and " " in last:
-        lines = wrap(last, width)
-        kept = lines[: _MOST_LINES - 1]
-        rest = " ".join(lines[_MOST_LINES - 1 :])
-        last, *further = [*kept, *([rest] if rest else [])]
-    first = _line([*cells[:-1], last], columns, widths)
-    indent = sum(widths[:-1]) + _GAP * (len(widths) - 1)
-    return [first, *(" " * indent + _fitted(line, width) for line in further)]
+    """One row: one line, or several where a column that wraps, or the last, holds more than its room."""
+    last = len(cells) - 1
+    stacks = [
+        _lines_of(cell, width)
+        if column.wraps or (number == last and column.flexible and column.align == "left")
+        else [cell]
+        for number, (cell, column, width) in enumerate(zip(cells, columns, widths, strict=True))
+    ]
+    tall = max(map(len, stacks))
+    return [
+        _line([stack[line] if line < len(stack) else "" for stack in stacks], columns, widths)
+        for line in range(tall)
+    ]
+
+
+def _lines_of(cell: str, width: int) -> list[str]:
+    """Of whole words, a few at most; of parts between dots, where each has room."""
+    if cell_len(cell) <= width or " " not in cell:
+        return [cell]
+    parts = cell.split(_DOT)
+    if len(parts) > 1 and max(cell_len(part) for part in parts) + 2 <= width:
+        cell = f"{_DOT.rstrip()} ".join(part.replace(" ", "\u00a0") for part in parts).replace(
+            _DOT.rstrip(), "\u00a0" + _DOT.strip()
+        )
+    lines = wrap(cell, width)
+    rest = " ".join(lines[_MOST_LINES - 1 :])
+    return [*lines[: _MOST_LINES - 1], *([rest] if rest else [])]
 
 
 def _fitted(text: str, width: int) -> str:

@@ -96,11 +96,12 @@ def fitting(sections: Iterable[tuple[str, str]], room: int) -> tuple[list[str], 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``flexible`` columns may be shortened where room is short."""
+    """``flexible`` columns may be shortened where room is short; those that ``wraps`` go on in further lines instead."""
 
     title: str
     align: Literal["left", "right"] = "left"
     flexible: bool = False
+    wraps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,14 @@ from trine.optim.plan.limits import Limit, Limits
 from trine.optim.plan.memory import USABLE
 from trine.optim.plan.planning import Plan
 from trine.optim.plan.reasons import layout_words, part_words
+from trine.optim.plan.search import Tally
 
 __all__ = ["compose", "render_html", "render_markdown", "render_text"]
 
 #: Parts below this share of every step are not drawn; the JSON has them.
 _SHOWN = 0.002
+#: Layouts whose steps are divided: so many have room beside each other.
+_MOST_DIVIDED = 7
 #: Rows of the front.
 _MOST_FRONT = 12
 
@@ -94,6 +97,11 @@ def _notices(plan: Plan) -> Iterator[str]:
             f"It may run out of memory: the device gives {size(room * USABLE)}, and one of twenty needs more than"
             f" {size(best.peak.high)}; --memory-headroom {1 - USABLE / (best.peak.high / best.peak.value):.2f} keeps clear of that."
         )
+    if plan.busier is not None:
+        yield (
+            f"The pipeline is idle {percent(plan.busier.idle)} of the step: with a global batch of {plan.busier.global_batch}"
+            f" ({count(plan.busier.global_batch * plan.problem.workload.sequence)} tokens) it is {percent(plan.busier.then)}."
+        )
     if best.cost is not None:
         yield _cost_words(best.cost)
     if plan.jitter is not None:
@@ -151,7 +159,12 @@ def _rest(one: Candidate) -> str:
 def _ranked(plan: Plan) -> Iterator[Block]:
     yield _table(plan.ranked, plan)
     yield _intervals(plan.ranked)
-    columns = (Column("", "right"), Column("with", flexible=True), Column("bound by"), Column("lost by"))
+    columns = (
+        Column("", "right"),
+        Column("with", flexible=True, wraps=True),
+        Column("bound by"),
+        Column("lost by"),
+    )
     rest = [
         (str(rank), _rest(one), one.bound.partition(",")[0], one.lost_by or "the best")
         for rank, one in enumerate(plan.ranked, 1)
@@ -162,7 +175,7 @@ def _ranked(plan: Plan) -> Iterator[Block]:
 def _table(candidates: Sequence[Candidate], plan: Plan) -> Table:
     columns = (
         Column("", "right"),
-        Column("layout", flexible=True),
+        Column("layout", flexible=True, wraps=True),
         Column("micro-batches", "right"),
         *(Column(name, "right") for name in ("step", "MFU", "memory", "tokens/s")),
     )
@@ -210,27 +223,26 @@ def _intervals(candidates: Sequence[Candidate]) -> Table:
 
 
 def _parts(plan: Plan) -> Bars:
+    ranked = plan.ranked[:_MOST_DIVIDED]
     shown = [
         name
         for name in plan.best.parts_s
-        if any(one.parts_s[name] > _SHOWN * one.step.value for one in plan.ranked)
+        if any(one.parts_s[name] > _SHOWN * one.step.value for one in ranked)
     ]
     rows = tuple(
-        (f"{rank}", {name: one.parts_s[name] * 1e9 for name in shown})
-        for rank, one in enumerate(plan.ranked, 1)
+        (f"{rank}", {name: one.parts_s[name] * 1e9 for name in shown}) for rank, one in enumerate(ranked, 1)
     )
     columns = (
-        Column("part", flexible=True),
+        Column("part", flexible=True, wraps=True),
         *(Column(str(rank), "right") for rank in range(1, len(rows) + 1)),
     )
     table = Table(
         columns,
-        tuple(
-            (part_words(name), *(duration(one.parts_s[name] * 1e9) for one in plan.ranked)) for name in shown
-        ),
+        tuple((part_words(name), *(duration(one.parts_s[name] * 1e9) for one in ranked)) for name in shown),
     )
     legend = {name: part_words(name) for name in shown}
-    return Bars("A step, divided", legend, {name: _SIDES[name] for name in shown}, rows, table)
+    more = f" (the best {len(ranked)}; the JSON has all)" if len(ranked) < len(plan.ranked) else ""
+    return Bars(f"A step, divided{more}", legend, {name: _SIDES[name] for name in shown}, rows, table)
 
 
 def _memory(plan: Plan) -> Table:
@@ -262,9 +274,9 @@ def _why(plan: Plan) -> Iterator[Block]:
     if plan.alternatives:
         columns = (
             Column("instead"),
-            Column("with", flexible=True),
+            Column("with", flexible=True, wraps=True),
             Column("step", "right"),
-            Column("why it lost"),
+            Column("why it lost", flexible=True, wraps=True),
         )
         rows = [
             (
@@ -281,12 +293,20 @@ def _why(plan: Plan) -> Iterator[Block]:
         yield Table(columns, tuple(rows), note=note)
     tally = plan.tally
     yield Paragraph(
-        f"{tally.configurations:,} configurations, {tally.weighed:,} of them computed ({count(tally.per_minute)} a minute),"
-        " the rest ruled out by bounds on time and memory."
+        f"{tally.configurations:,} configurations, {_computed(tally)} computed ({count(tally.per_minute)} a minute)"
+        + (
+            ", the rest ruled out by bounds on time and memory."
+            if tally.computed < tally.configurations
+            else "."
+        )
     )
     if plan.losers:
         words = ", ".join(f"{number:,} {name}" for name, number in plan.losers.items())
         yield Paragraph(f"Of {tally.shapes:,} shapes, by what most set them back: {words}.")
+
+
+def _computed(tally: Tally) -> str:
+    return f"{tally.computed:,} of them" if tally.computed < tally.configurations else "all of them"
 
 
 def _value(column: str, value: int | str) -> str:
@@ -308,8 +328,8 @@ def _front(plan: Plan) -> Iterator[Block]:
     left = len(plan.front) - len(shown)
     columns = (
         Column("", "right"),
-        Column("layout"),
-        Column("with", flexible=True),
+        Column("layout", flexible=True, wraps=True),
+        Column("with", flexible=True, wraps=True),
         Column("step", "right"),
         Column("memory", "right"),
     )

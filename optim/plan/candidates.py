@@ -120,9 +120,8 @@ class Predictor:
             cost=cost,
         )
 
-    def simulated(self, ranked: list[Candidate], layouts: Layouts) -> list[Candidate]:
+    def simulated(self, ranked: list[Candidate]) -> list[Candidate]:
         """The best few by what their schedules leave idle event by event, until the best few all are."""
-        problem = self.problem
         rows = dict(enumerate(ranked))
         done: set[int] = set()
         while True:
@@ -131,15 +130,18 @@ class Predictor:
             if row is None:
                 return [rows[row] for row in order]
             done.add(row)
-            idle = idle_of(problem.workload, problem.cluster, problem.stack, layouts, row)
-            if idle is not None:
-                one = rows[row]
-                steady = one.parts_s["pipeline_messages"] + one.parts_s["pipeline_bubble"]
-                parts = one.parts_s | {"pipeline_bubble": idle.bubble_s, "pipeline_messages": idle.messages_s}
-                factor = (one.step.value - steady + idle.bubble_s + idle.messages_s) / one.step.value
-                rows[row] = self._timed(
-                    replace(one, parts_s=parts, step=one.step.times(factor), source="simulator")
-                )
+            rows[row] = self.exact(rows[row])
+
+    def exact(self, one: Candidate) -> Candidate:
+        """Simulated, where it has a pipeline."""
+        problem = self.problem
+        idle = idle_of(problem.workload, problem.cluster, problem.stack, Layouts.of(**one.layout), 0)
+        if idle is None:
+            return one
+        steady = one.parts_s["pipeline_messages"] + one.parts_s["pipeline_bubble"]
+        parts = one.parts_s | {"pipeline_bubble": idle.bubble_s, "pipeline_messages": idle.messages_s}
+        factor = (one.step.value - steady + idle.bubble_s + idle.messages_s) / one.step.value
+        return self._timed(replace(one, parts_s=parts, step=one.step.times(factor), source="simulator"))
 
 
 def peak_of(memory: MemoryEstimate, row: int) -> Range:

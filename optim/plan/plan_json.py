@@ -48,11 +48,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "lost_shapes": plan.losers,
         "limits": _limits(plan.limits),
         "largest": None if plan.largest is None else _limits(plan.largest),
+        "busier": None if plan.busier is None else asdict(plan.busier),
         "jitter": _jitter(plan),
         "search": {
             "shapes": plan.tally.shapes,
             "configurations": plan.tally.configurations,
-            "weighed": plan.tally.weighed,
+            "weighed": plan.tally.computed,
             "seconds": plan.tally.seconds,
             "configurations_per_minute": plan.tally.per_minute,
         },

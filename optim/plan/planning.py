@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from trine.optim.plan.alternatives import Alternative, alternatives
+from trine.optim.plan.busier import Busier, busier
 from trine.optim.plan.candidates import CONVENTION, SIMULATED, Candidate, Predictor
 from trine.optim.plan.cluster import Cluster
 from trine.optim.plan.cluster_files import cluster_of, sized
@@ -23,8 +24,9 @@ from trine.optim.plan.jitter import Interval, interval
 from trine.optim.plan.layouts import OFFLOADED, Layouts
 from trine.optim.plan.limits import Limits, limits_of, limits_of_any
 from trine.optim.plan.nearest import leanest_words, refusal
+from trine.optim.plan.plainest import plainest, plainness
 from trine.optim.plan.problem import Problem, parse_pins, parse_searched
-from trine.optim.plan.reasons import lost_by, part_words
+from trine.optim.plan.reasons import SAME, lost_by, part_words
 from trine.optim.plan.search import Found, Searcher, Tally
 from trine.optim.plan.space import NothingKept, shapes
 from trine.optim.plan.splits import Split, splits_of
@@ -47,7 +49,7 @@ _STACKS = {"cpu": "trine", "tpu": "maxtext"}
 class Plan:
     """``ranked``: for each way to divide the devices its fastest layout, the best first. ``front``: layouts that no other beats in
     both step time and memory. ``alternatives``: the winner with one thing changed, and what that costs. ``losers``: how many
-    shapes lost to the winner mostly by what. ``assumptions``: what the figures rest on; ``unfitted``: those of them whose
+    shapes lost to the winner mostly by what. ``busier``: the batch that its pipeline would need to be busy, where it is not. ``assumptions``: what the figures rest on; ``unfitted``: those of them whose
     constants no run was fitted on. ``jitter``: variation of the best one's steps, None for few devices."""
 
     problem: Problem
@@ -58,6 +60,7 @@ class Plan:
     splits: tuple[Split, ...]
     limits: Limits
     largest: Limits | None
+    busier: Busier | None
     jitter: Interval | None
     assumptions: tuple[str, ...]
     unfitted: tuple[str, ...]
@@ -176,8 +179,8 @@ class _Writer:
 
     def plan(self, found: Found, top: int, largest: bool) -> Plan:
         """With the best few simulated and ranked anew."""
-        ranked = self.predictor.candidates(found.layouts)
-        ranked = self.predictor.simulated(ranked, found.layouts)
+        ranked = self.predictor.simulated(self.predictor.candidates(found.layouts))
+        ranked = self._plainest_first([self._plainest(one) for one in ranked[: max(top, SIMULATED)]])
         best = ranked[0]
         ranked = [self._compared(one, best) for one in ranked[:top]]
         chosen = _row_layouts(best.layout)
@@ -191,11 +194,29 @@ class _Writer:
             splits=splits_of(self.problem.workload, best.layout),
             limits=limits_of(self.problem, chosen),
             largest=limits_of_any(self.searcher) if largest else None,
+            busier=busier(self.problem, best.layout, best.parts_s),
             jitter=_variation(self.problem, best.step.value),
             assumptions=self._assumptions(best),
             unfitted=self._unfitted(),
             tally=self.searcher.tally,
         )
+
+    def _plainest(self, one: Candidate) -> Candidate:
+        """As fast, and plainer, where there is such a layout."""
+        row = plainest(self.searcher, one.layout)
+        if row == one.layout:
+            return one
+        other = self.predictor.candidates(Layouts.of(**row))[0]
+        if one.source == "simulator":
+            other = self.predictor.exact(other)
+        return other if other.step.value <= one.step.value * (1 + SAME) else one
+
+    def _plainest_first(self, ranked: list[Candidate]) -> list[Candidate]:
+        """In ascending time; before them the plainest of those that are as fast as the first."""
+        ranked = sorted(ranked, key=lambda one: one.step.value)
+        limit = ranked[0].step.value * (1 + SAME)
+        first = min((one for one in ranked if one.step.value <= limit), key=lambda one: plainness(one.layout))
+        return [first, *(one for one in ranked if one is not first)]
 
     def _compared(self, one: Candidate, best: Candidate) -> Candidate:
         return one if one is best else replace(one, lost_by=lost_by(one.parts_s, best.parts_s))

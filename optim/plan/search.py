@@ -44,6 +44,11 @@ class Tally:
     seconds: float = 0.0
 
     @property
+    def computed(self) -> int:
+        """Configurations, however often: the front computes again what the ranking did."""
+        return min(self.weighed, self.configurations)
+
+    @property
     def per_minute(self) -> float:
         """Computed, not pruned: of one core."""
         return 60 * self.weighed / self.seconds if self.seconds else 0.0
