@@ -90,7 +90,25 @@ def _of_plan(plan: Mapping[str, Any], where: str, row: int) -> Exported:
         exported = exported_of_layout(layout, _workload(plan.get("workload")), per_node)
     except UsageError as error:
         raise UnreadableInput(f"{where}: {error}") from error
+    _require_as_planned(Layouts.of(**checked_row(layout)), plan, f"{where}: row {row}")
     return replace(exported, gradient_bytes=_gradient_bytes(plan.get("stack")))
+
+
+def _require_as_planned(layout: Layouts, plan: Mapping[str, Any], where: str) -> None:
+    """Raises ``UnreadableInput`` where a row was changed by hand, and no longer makes the plan's devices or its batch."""
+    own = {"devices": int(layout.devices[0]), "global_batch": int(layout.global_batch[0])}
+    made = {
+        "devices": ("data", "context", "tensor", "pipeline"),
+        "global_batch": ("data", "micro_batch", "microbatches"),
+    }
+    for name, table in (("devices", plan.get("cluster")), ("global_batch", plan.get("options"))):
+        planned = table.get(name) if isinstance(table, Mapping) else None
+        if planned is not None and planned != own[name]:
+            spelled = " x ".join(f"{column} {layout[column][0]}" for column in made[name])
+            raise UnreadableInput(
+                f"{where} has {spelled} = {own[name]}, and its plan is for {name.replace('_', ' ')} {planned}: plan anew with "
+                "--pin, in place of changing it by hand"
+            )
 
 
 def _gradient_bytes(stack: Any) -> float | None:

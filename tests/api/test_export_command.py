@@ -187,3 +187,28 @@ def test_a_folder_of_files_replaces_none_that_it_is_made_of(
     assert f"{source} is what is read" in capsys.readouterr().err
     assert source.read_text() == before and [path.name for path in tmp_path.iterdir()] == [source.name]
     assert main(["export", str(source), "--to", "megatron-deepspeed", "-o", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"tensor": 4},
+            "row 1 has data 8 x context 1 x tensor 4 x pipeline 4 = 128, and its plan is for devices 64",
+        ),
+        ({"microbatches": 4}, "= 32, and its plan is for global batch 64: plan anew with --pin"),
+    ],
+)
+def test_a_plan_that_was_changed_by_hand_is_refused_in_one_line(
+    changes: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"tensor": 2, "data": 8, "pipeline": 4, "microbatches": 8}
+    known = {"cluster": {"devices": 64, "devices_per_node": 8}, "options": {"global_batch": 64}}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of(row, **known)))
+    assert main(["export", str(path), "--to", "megatron"]) == 0
+    capsys.readouterr()
+    path.write_text(json.dumps(plan_of({**row, **changes}, **known)))
+    assert main(["export", str(path), "--to", "megatron"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and told in err and err.count("\n") == 1
