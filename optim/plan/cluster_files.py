@@ -210,7 +210,7 @@ def _device(said: Any, where: str) -> Device:
         raise UsageError(
             f"{place}: no family is called {family!r}{near(family, known)}: one of {', '.join(known)}"
         )
-    return Device(
+    made = Device(
         name=_text(said, "name", base.name if base else "device", place),
         family=family,
         flops_per_s=peaks,
@@ -220,6 +220,15 @@ def _device(said: Any, where: str) -> Device:
         matmul_flops_per_s=matmul,
         source=_text(said, "source", f"{where}" + (f", like {base.name}" if base else ""), place),
         matmul_rates={} if matmul is None else {"bf16": matmul},
+    )
+    if base is None:
+        return made
+    # Rates of precisions whose peak is said anew are another device's.
+    rates = {name: rate for name, rate in base.matmul_rates.items() if name not in flops}
+    return made.with_changes(
+        matmul_rates={**rates, **made.matmul_rates},
+        multiprocessors=base.multiprocessors,
+        constants=base.constants if family == base.family else {},
     )
 
 

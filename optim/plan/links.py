@@ -106,8 +106,10 @@ def link_of(
             )
         if usual is None or device is None:
             raise UsageError(f'{text!r} says no rate: add one with its unit, as in "{text} 400Gb/s"')
-        bandwidth = usual.bandwidth
-        note = f"{text!r} says no rate: {bandwidth} a device taken, as {device.name} usually has"
+        # "NVLink" of a card that usually talks to a node over PCIe: what its own links give.
+        others = kind != usual.kind and device.link is not None and not between
+        bandwidth = device.link if others and device.link is not None else usual.bandwidth
+        note = f"{text!r} says no rate: {bandwidth} a device taken, as {device.name} {'has' if others else 'usually has'}"
     if kind is None:
         kind = usual.kind if usual is not None else "infiniband" if between else "nvlink"
     in_switch = bool(_REDUCES.search(text)) or (usual is not None and usual.in_switch and usual.kind == kind)

@@ -151,6 +151,10 @@ class Workload:
             raise UsageError(
                 f"{self.name}: rotary_share must be above 0 and at most 1, not {self.rotary_share}"
             )
+        if not self.rotary_base < float("inf"):
+            raise UsageError(
+                f"{self.name}: rotary_base must be finite, such as 10000, not {self.rotary_base}"
+            )
 
     def _check_together(self) -> None:
         self._check_positions()

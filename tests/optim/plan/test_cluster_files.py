@@ -101,6 +101,22 @@ def test_a_device_of_ones_own(tmp_path: Path) -> None:
     assert (device.family, device.memory_bytes, device.matmul_flops_per_s) == ("hopper", 64 * 2**30, 794.5e12)
 
 
+def test_what_a_device_is_like_it_is_but_for_what_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text('[device]\nlike = "H100 PCIe"\n')
+    known, like = cluster_of("H100 PCIe").device, cluster_of(path).device
+    assert known.multiprocessors == 114
+    assert like.with_changes(source=known.source) == known
+
+
+def test_a_link_that_is_named_is_the_devices_own(tmp_path: Path) -> None:
+    path = tmp_path / "pair.toml"
+    path.write_text('device = "H100 PCIe"\ndevices_per_node = 2\ninside = "NVLink"\n')
+    inside = cluster_of(path).inside
+    assert inside is not None
+    assert (inside.kind, inside.bandwidth) == ("nvlink", Bandwidth(300e9))
+
+
 OWN = '[device]\nname = "new"\nmemory = "48 GiB"\nmemory_bandwidth = "1 TB/s"\nflops_per_s = { bf16 = 200e12 }\n'
 
 

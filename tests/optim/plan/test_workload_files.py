@@ -141,6 +141,7 @@ SHORT = "layers = 4\nhidden = 64\nheads = 4\nvocab = 100\nsequence = 32\n"
         (SHORT + "ffn = 256\nexperts = 4\n", "experts_per_token must be from 1 to experts"),
         (SHORT + "ffn = 256\nload_imbalance = nan\n", "load_imbalance nan is of experts, and there are none"),
         ('like = "mixtral-8x7b"\nload_imbalance = 0.5\n', r"from 1 to experts \(8\), not 0.5"),
+        ('like = "llama3-8b"\nrotary_base = inf\n', "rotary_base must be finite, such as 10000"),
         ('like = "llama3-8b"\nheads = 30\n', "hidden 4096 is no multiple of heads 30: say head_size"),
         ('like = "llama3-8b"\nwindow = 10\nwindow_layers = 99\n', "window_layers 99 is more than layers 32"),
         ('like = "llama3-8b"\nlayers = 1000000000000\n', "layers must be at most 100000"),
