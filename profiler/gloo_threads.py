@@ -41,8 +41,9 @@ class GlooThreads:
         #: The groups for which each kind of collective was issued.
         self._issued: dict[Collective, set[str]] = {}
         self._asked: Counter[int] = Counter()
-        #: Threads that ran a collective while they were a group's.
-        self._proven: set[int] = set()
+        self._ran: set[int] = set()
+        #: Threads that there were at the last look.
+        self.alive: frozenset[int] = frozenset()
 
     @property
     def can_learn(self) -> bool:
@@ -52,6 +53,10 @@ class GlooThreads:
     def refresh(self) -> None:
         """Look for new groups and threads. Cheap: one listing of ``/proc/self/task``."""
         threads = _worker_threads()
+        # The kernel gives a thread's number to another one day.
+        self.alive = frozenset(threads)
+        self._ran &= self.alive
+        self._asked = Counter({thread: self._asked[thread] for thread in threads if self._asked[thread]})
         groups = [(name, _thread_count(group)) for name, group in live_groups()]
         groups = [(name, count) for name, count in groups if count]
         alive = {thread: self._names[thread] for thread in threads if thread in self._names}
@@ -70,6 +75,10 @@ class GlooThreads:
         else:
             self._teams = _teams(fresh_threads, {count for _, count in groups})
         self._names = alive
+
+    def ran(self, threads: Iterable[int]) -> None:
+        """These ran collectives: whatever group they were given to, no other threads take it from them."""
+        self._ran.update(threads)
 
     def are_new(self, threads: set[int]) -> bool:
         """Whether one of these, whose groups are asked for, has been asked for seldom: worth a reading at once."""
@@ -100,7 +109,7 @@ class GlooThreads:
             left = set.intersection(*names) if names else set()
             if len(left) == 1:
                 told.setdefault(left.pop(), []).append(team)
-        taken = {name for thread, name in self._names.items() if thread in self._proven}
+        taken = {name for thread, name in self._names.items() if thread in self._ran}
         free = {group.id for group in process_groups()} - taken
         for name, teams in told.items():
             if name in free and len(teams) == 1:
@@ -108,11 +117,8 @@ class GlooThreads:
                 self._names = counted | dict.fromkeys(teams[0], name)
 
     def group(self, thread: int) -> str | None:
-        """The group of a thread that ran a collective; ``None`` where it cannot be said."""
-        name = self._names.get(thread)
-        if name is not None:
-            self._proven.add(thread)
-        return name
+        """The group of a thread; ``None`` where it cannot be said."""
+        return self._names.get(thread)
 
     def of_group(self, name: str) -> list[int]:
         """The threads that are given to a group."""

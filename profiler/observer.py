@@ -158,8 +158,11 @@ class ObserverSource:
         raw = rows.raw
         workers = np.flatnonzero(raw["worker"] == 1).tolist()
         threads = raw["thread"].tolist()
+        self._threads.ran(threads[row] for row in workers)
         if any(self._threads.group(threads[row]) is None for row in workers):
             self._threads.refresh()
+            for ended in self._unnumbered.keys() - self._threads.alive:
+                del self._unnumbered[ended]
             if self._threads.can_learn:
                 self._ask_recorder(
                     rows, [row for row in workers if self._threads.group(threads[row]) is None]

@@ -124,10 +124,12 @@ def _write_baseline(arguments: argparse.Namespace) -> int:
     print(f"Wrote {arguments.write_baseline}: {len(runs)} runs, {steps} steady steps")
     if len(runs) < 3:
         print("Three or more runs are worth giving: with one, a later check can only be inconclusive.")
-    for apart in environment_differences(runs, runs):
+    apart = environment_differences(runs, runs)
+    if apart:
+        said = "; ".join(f"{each.name} is {each.first}" for each in apart)
         print(
-            f"They come from different environments ({apart.name} is {apart.first}): a check against them needs "
-            "--any-environment; a baseline for each is better."
+            f"They come from different environments ({said}): a check against them needs --any-environment; "
+            "a baseline for each is better."
         )
     return 0
 

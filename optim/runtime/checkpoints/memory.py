@@ -67,7 +67,8 @@ def restore(state: Mapping[str, Any], assembly: Assembly, scheduler: Any) -> tup
             raise UnreadableInput(
                 f"{key} is sharded on one side alone: use engine.save and engine.load to reshard"
             )
-    if assembly.facts.rank == 0:
+    # Ranks of other stages, and of other experts, have tensors of their own; all others have the same.
+    if assembly.facts.layout.place("replicate", "shard", "context", "tensor") == 0:
         tell_of_rounding("the state", told)
     with torch.no_grad():
         for key, target in wanted.items():

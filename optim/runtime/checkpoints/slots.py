@@ -104,7 +104,7 @@ def _holds(here: torch.dtype, there: torch.dtype) -> bool:
 
 
 def tell_of_rounding(source: object, found: Rounded) -> None:
-    """A warning in one line, where anything is rounded; for one rank to give, once all agree that they load."""
+    """A warning in one line, where anything is rounded; for one of the ranks that have the tensors to give."""
     if found:
         name, (there, here) = next(iter(found.items()))
         logger.warning(
