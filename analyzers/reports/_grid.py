@@ -28,7 +28,7 @@ _MOST_LINES = 3
 #: Between the parts of a layout.
 _DOT = " · "
 #: The space between a number and its unit.
-_UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµn]?s|[KMGT]?i?B(?:/s)?)(?![\w]))")
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµn]?s|min|h|days|[KMGT]?i?B(?:/s)?)(?![\w]))")
 _MEASURING = Console(file=io.StringIO(), width=100)
 
 

@@ -48,6 +48,10 @@ def export(exported: Exported) -> Written:
         account.misses(
             "zero.stage", "beside other kinds of parallelism gradients are sharded too: written as 2"
         )
+    if is_hybrid and config.zero.stage == 0 and config.precision.master_weights and _averages(exported):
+        dropped["precision.master_weights"] = (
+            "beside other kinds of parallelism the shards of ZeRO 2 and 3 are the masters: left out, parameters stay float32"
+        )
     if is_hybrid or config.zero.stage >= 2:
         dropped |= dict.fromkeys(
             _OF_REPLICAS, "is DistributedDataParallel's, and FSDP2 averages here: left out"
@@ -67,6 +71,12 @@ def export(exported: Exported) -> Written:
         adapted = _refitted(adapted, exported.devices, account)
     account.says(*adapted.changes())
     return account.written({"trine.toml": adapted.to_toml()})
+
+
+def _averages(exported: Exported) -> bool:
+    """Whether ranks of a hybrid layout share parameters with others, or parts of them."""
+    parallel = exported.config.parallel
+    return max(parallel.tensor, parallel.context, parallel.expert) > 1 or exported.replicas != 1
 
 
 def _refitted(config: Config, devices: int, account: Account) -> Config:

@@ -14,9 +14,10 @@ import numpy as np
 from trine.optim.plan.columns import Column
 from trine.optim.plan.layouts import KINDS, OFFLOADED, Layouts
 from trine.optim.plan.memory import memory_of
+from trine.optim.plan.plainest import plainest
 from trine.optim.plan.problem import Pins, Problem, divisors
 from trine.optim.plan.reasons import layout_words, too_large
-from trine.optim.plan.search import Searcher
+from trine.optim.plan.search import Found, Searcher
 from trine.optim.plan.space import NothingKept, savings, savings_words, shapes
 from trine.record.errors import UsageError
 
@@ -63,10 +64,16 @@ def _nearest(problem: Problem) -> str:
     candidates = searcher.shapes.take(fits)
     near = distance(candidates, problem.pins)
     for limit in (near.min(), np.inf):
-        found = Searcher(free, candidates.take(near <= limit + 1e-9)).fastest(1)
+        searcher = Searcher(free, candidates.take(near <= limit + 1e-9))
+        found = searcher.fastest(1)
         if len(found.step_s):
-            return f"nearest that works: {layout_words(found.layouts.row(0))}"
+            return f"nearest that works: {_spelled(searcher, found)}"
     return _more_devices(free)
+
+
+def _spelled(searcher: Searcher, found: Found) -> str:
+    """The first of what was found, or what is as fast and plainer."""
+    return layout_words(plainest(searcher, found.layouts.row(0)))
 
 
 def distance(layouts: Layouts, pins: Pins) -> Column:
@@ -116,5 +123,5 @@ def _more_devices(problem: Problem) -> str:
             continue
         found = searcher.fastest(1)
         if len(found.step_s):
-            return f"nearest that works: {larger.devices} devices, {layout_words(found.layouts.row(0))}"
+            return f"nearest that works: {larger.devices} devices, {_spelled(searcher, found)}"
     return f"nothing fits up to {problem.devices * 2**_DOUBLINGS} devices: use a device with more memory"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from plan_problems import DENSE, MIXTURE, cluster, problem
 
 from trine.optim.config import Config
-from trine.optim.exports import config_of
+from trine.optim.exports import write
+from trine.optim.exports._reading import exported_of_layout
 from trine.optim.layout import arranged
 from trine.optim.plan.layouts import OFFLOADED, RECOMPUTATIONS, Layouts
 from trine.optim.plan.planning import plan
@@ -22,6 +24,9 @@ from trine.optim.plan.workload import Workload
 from trine.record.errors import UsageError
 
 CPU = OFFLOADED[2]
+#: What the configuration says otherwise than the plan, without a loss: which operators, which blocks, which folder, and
+#: whose copy the masters are.
+_UNSAID = ("recompute", "optimizer_offload", "parameter_offload", "precision.master_weights")
 
 
 # --- rules --------------------------------------------------------------------------------------
@@ -124,12 +129,10 @@ def _run_checks(layout: dict[str, int | str], workload: Workload, model: Any, pe
     from trine.optim.techniques import Facts, require_applicable, techniques
     from trine.optim.topology import Topology
 
-    config, lacks = config_of(layout, workload)
-    assert set(lacks) <= {"recompute", "recomputed_layers", "optimizer_offload", "parameter_offload"}, lacks
-    # The stack's parameters are 32-bit, cast where they are used; the disk's folder is not on this machine.
-    config = config.with_changes(
-        {"precision.master_weights": False, "offload.path": None, **_off_disk(config)}
-    )
+    written = write("pytorch", exported_of_layout(layout, workload))
+    assert all(line.startswith(_UNSAID) for line in written.cannot), written.cannot
+    config = Config.from_dict(tomllib.loads(written.text))
+    config = config.with_changes({"offload.path": None, **_off_disk(config)})
     require_applicable(config)
     devices = int(Layouts.of(**layout).devices[0])
     facts = Facts(
@@ -145,6 +148,7 @@ def _run_checks(layout: dict[str, int | str], workload: Workload, model: Any, pe
 
 
 def _off_disk(config: Config) -> dict[str, str]:
+    """This machine need not have the disk that a plan is for."""
     return {key: "cpu" for key in ("offload.optimizer", "offload.parameters") if config[key] == "nvme"}
 
 

@@ -10,6 +10,7 @@ import pytest
 from plan_problems import DENSE, cluster, problem
 
 from trine.analyzers.reports.plan import render_text
+from trine.analyzers.units import duration
 from trine.optim.plan.busier import LARGEST_SHARE, busier
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.plainest import plainest, plainness
@@ -107,3 +108,18 @@ def test_tables_of_layouts_can_be_read() -> None:
 def test_more_devices_than_any_job_has_are_refused() -> None:
     with pytest.raises(UsageError, match="200000000000 devices are more than any job has"):
         plan(DENSE, cluster(80.0), devices=2 * 10**11)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (999.0, "999 s"),
+        (1200.0, "20.0 min"),
+        (3599.9, "1.00 h"),
+        (19_450.0, "5.40 h"),
+        (359_000.0, "99.7 h"),
+        (86_400 * 30.0, "30.0 days"),
+    ],
+)
+def test_long_steps_are_in_minutes_hours_and_days(seconds: float, words: str) -> None:
+    assert duration(seconds * 1e9) == words
