@@ -58,7 +58,7 @@ def calibrate_all(
     measured is given at once, so that it can be kept whatever becomes of the rest.
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    tell("all-reduce between local ranks")
+    tell("measuring all-reduce between local ranks")
     collective: Mapping[str, float | int | str] = {}
     links: Rows = []
     between = _try(lambda: measure_links(ranks or max(2, min(devices, 8)), tell=tell), tell)
@@ -75,7 +75,7 @@ def _processors(
     device = torch.device("cpu")
     single: Mapping[str, float] = {}
     for threads in sorted({1, usable_cores()}):
-        tell(f"matrix products and copies on the CPU, {threads} thread{'s' if threads > 1 else ''}")
+        tell(f"measuring matrix products and copies on the CPU, {threads} thread{'s' if threads > 1 else ''}")
         measured = _try(partial(calibrate_cpu, threads, collective), tell)
         if measured is None:
             continue
@@ -95,7 +95,7 @@ def _accelerators(
         if name in names:
             continue
         names.add(name)
-        tell(f"matrix products and copies on {name}")
+        tell(f"measuring matrix products and copies on {name}")
         measured = _try(partial(calibrate_device, index, collective), tell)
         if measured is None:
             continue
@@ -156,9 +156,11 @@ def calibrate_device(index: int, collective: Mapping[str, float | int | str] | N
 
 
 def with_collective(peaks: Peaks, collective: Mapping[str, float | int | str]) -> Peaks:
-    """A calibration with this all-reduce in it; all else as it was measured."""
+    """A calibration with this all-reduce in it; all else as it was measured. Of a device only between devices."""
     if peaks.threads is not None or not collective:
         return replace(peaks, collective=dict(collective))
+    if collective["backend"] != "nccl":  # between processors, and no link of the device
+        return peaks
     ranks = int(collective["ranks"])
     # Bus bandwidth of the all-reduce (nccl-tests): what each link carries one way.
     link = float(collective["bytes_per_s"]) * 2 * (ranks - 1) / ranks

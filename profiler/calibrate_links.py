@@ -7,13 +7,13 @@
 as a share of the all-reduce alone: near 1, or the slow-down is of less than it says.
 
 Ranks that compute on the cores that also move the bytes lose time to a transfer that hides behind them: on a machine whose
-cores are all taken, nearly all of it. Every rank calls :func:`measure_collectives` alike, in the calibration's own group.
+cores are all taken, nearly all of it. Every rank calls these functions alike, in the calibration's own group.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-__all__ = ["measure_collectives"]
+__all__ = ["COLLECTIVES", "measure_collective", "measure_overlap"]
 
 SIZES_BYTES = (2**10, 2**16, 2**20, 2**23)
 REPEATS = 7
@@ -39,23 +39,21 @@ DEVICE_SIDE = 1024
 Rows = list[dict[str, Any]]
 
 
-def measure_collectives(device: torch.device) -> Rows:
-    """Medians of collectives by size, of reductions by dtype too, and the overlap's slow-down. A few seconds."""
+def measure_collective(operation: str, device: torch.device) -> Rows:
+    """Medians of one of :data:`COLLECTIVES` by size, and by dtype too where it reduces. About a second."""
     found: Rows = []
-    for operation, prepare in (
-        ("all_reduce", _all_reduce),
-        ("all_gather", _all_gather),
-        ("reduce_scatter", _reduce_scatter),
-        ("broadcast", _broadcast),
-    ):
-        for name in _DTYPES if operation in _REDUCING else ("fp32",):
-            for size in SIZES_BYTES if name == "fp32" else SIZES_BYTES[1::2]:  # two tell α and β
-                run = prepare(size, device, _DTYPES[name])
-                run()
-                seconds = median(_timed(run, device) for _ in range(REPEATS))
-                found.append({"operation": operation, "dtype": name, "bytes": size, "seconds": seconds})
-    found.append({"operation": "overlap", "bytes": OVERLAPPED_BYTES, **_overlap(device)})
+    for name in _DTYPES if operation in _REDUCING else ("fp32",):
+        for size in SIZES_BYTES if name == "fp32" else SIZES_BYTES[1::2]:  # two tell α and β
+            run = COLLECTIVES[operation](size, device, _DTYPES[name])
+            run()
+            seconds = median(_timed(run, device) for _ in range(REPEATS))
+            found.append({"operation": operation, "dtype": name, "bytes": size, "seconds": seconds})
     return found
+
+
+def measure_overlap(device: torch.device) -> Rows:
+    """What computing loses to an all-reduce beside it."""
+    return [{"operation": "overlap", "bytes": OVERLAPPED_BYTES, **_overlap(device)}]
 
 
 def _elements(size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -84,6 +82,15 @@ def _reduce_scatter(size: int, device: torch.device, dtype: torch.dtype) -> Call
     whole = part.repeat(distributed.get_world_size())
     scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
     return lambda: scatter(part, whole)
+
+
+#: Those that every backend has come first: whatever a backend refuses takes along what comes after it.
+COLLECTIVES: Mapping[str, Callable[[int, torch.device, torch.dtype], Callable[[], Any]]] = {
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}
 
 
 def _named(name: str, before: str) -> Callable[..., Any]:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed
 
 from trine.record.errors import TrineError
 from trine.record.hardware import fit_latency_bandwidth
 
-from .calibrate_links import measure_collectives
+from .calibrate_links import COLLECTIVES, measure_collective, measure_overlap
 from .calibrate_sharding import measure_sharding
 
 __all__ = ["ALL_REDUCE_BYTES", "Rows", "Tell", "measure_all_reduce", "measure_links", "timed"]
@@ -28,8 +29,9 @@ ALL_REDUCE_BYTES = tuple(2**exponent for exponent in (3, 10, 14, 17, 20, 22, 24)
 ALL_REDUCE_SECONDS = 90.0
 #: For what ranks have sent already, once one of them has failed.
 _UNDER_WAY_S = 1.0
-#: What a backend raises for what it cannot do, or where another rank is lost.
-_FAILURES = (RuntimeError, OSError, ValueError, TypeError, AttributeError)
+#: What a backend raises for what it cannot do, or where another rank is lost, and a release without FSDP2. Anything else is
+#: a defect of our own, whose trace is to be seen.
+_FAILURES = (RuntimeError, OSError, ValueError, ImportError)
 
 Tell = Callable[[str], None]
 Rows = list[dict[str, Any]]
@@ -54,7 +56,8 @@ def measure_links(
 
     Where one of these fails, ``tell`` gets the reason, and what was measured before it is given.
     """
-    collective, rows, complaint = _between_ranks(ranks, seconds, (measure_collectives, measure_sharding))
+    parts = (measure_overlap, *(partial(measure_collective, name) for name in COLLECTIVES), measure_sharding)
+    collective, rows, complaint = _between_ranks(ranks, seconds, parts)
     if complaint is not None:
         tell(f"left out: collectives or shards between ranks: {complaint}")
     return collective, rows
@@ -64,13 +67,16 @@ def _between_ranks(
     ranks: int, seconds: float, others: Sequence[Others]
 ) -> tuple[dict[str, float | int | str], Rows, str | None]:
     """The all-reduce, then what ``others`` measure in the same group, and why any of that was left out."""
+    if not distributed.is_available():
+        raise TrineError("the all-reduce was not measured: this PyTorch was built without torch.distributed")
     backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "gloo"
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    port = _free_port()
+    # It listens from here on: a port that is only found free can be lost before a rank has imported PyTorch.
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     workers = [
         context.Process(
-            target=_all_reduce_rank, args=(rank, ranks, backend, port, results, others), daemon=True
+            target=_all_reduce_rank, args=(rank, ranks, backend, store.port, results, others), daemon=True
         )
         for rank in range(ranks)
     ]
@@ -127,12 +133,6 @@ def _results(
     return times, rows, reason if measured < parts else None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 # --- in the ranks -------------------------------------------------------------------------------
 
 
@@ -140,13 +140,13 @@ def _all_reduce_rank(
     rank: int, ranks: int, backend: str, port: int, results: Any, others: Sequence[Others]
 ) -> None:
     """One of the spawned ranks: rank 0 reports the median seconds by size, each of them what went wrong."""
-    from torch import distributed
-
     try:
         torch.set_num_threads(1)
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+        if backend == "nccl":
+            torch.cuda.set_device(device)  # FSDP2 shards on whichever is current
         store = distributed.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=ALL_REDUCE_SECONDS)
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=ALL_REDUCE_SECONDS)
         )
         distributed.init_process_group(
             backend,
@@ -162,7 +162,7 @@ def _all_reduce_rank(
         _measure_others(rank, device, results, others)
         distributed.barrier()
         distributed.destroy_process_group()
-    except _FAILURES as error:  # of anything else the exit code tells
+    except _FAILURES as error:
         results.put(("failed", _said(rank, error)))
         raise SystemExit(1) from None
 
@@ -174,7 +174,7 @@ def _measure_others(rank: int, device: torch.device, results: Any, others: Seque
             rows = measure(device)
             if rank == 0:
                 results.put(("rows", rows))
-    except (ImportError, *_FAILURES) as error:
+    except _FAILURES as error:
         results.put(("left out", _said(rank, error)))
 
 
@@ -183,8 +183,6 @@ def _said(rank: int, error: Exception) -> str:
 
 
 def _all_reduce_seconds(size: int, device: torch.device) -> float:
-    from torch import distributed
-
     buffer = torch.zeros(max(1, size // 4), device=device)
     repeats = 20 if size <= 2**17 else 7
     times = []

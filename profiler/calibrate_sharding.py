@@ -41,16 +41,20 @@ class _Unit(torch.nn.Module):
 
 def measure_sharding(device: torch.device) -> list[dict[str, Any]]:
     """Every row above. All ranks of the default group call it alike; about a second."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # Left to itself FSDP2 takes the machine's accelerator, where the ranks may be on the CPU.
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     found: list[dict[str, Any]] = []
     for parameters in PARAMETERS:
         whole = _host_seconds(_units(parameters, device), device)
         for again in (False, True):
             model = _units(parameters, device)
             for unit in model:
-                fully_shard(unit, reshard_after_forward=again)
-            fully_shard(model, reshard_after_forward=again)  # has no parameters of its own
+                fully_shard(unit, mesh=mesh, reshard_after_forward=again)
+            fully_shard(model, mesh=mesh, reshard_after_forward=again)  # has no parameters of its own
             sharded = _host_seconds(model, device)
             for phase, longer, before in zip(("forward", "backward"), sharded, whole, strict=True):
                 seconds = max(longer - before, 0.0) / UNITS

@@ -208,7 +208,7 @@ def _calibrate(ranks: int | None) -> None:
     from trine.profiler.calibrate import calibrate_all
 
     began = time.monotonic()
-    for device, peaks in calibrate_all(ranks, tell=lambda message: _tell(f"measuring {message}")):
+    for device, peaks in calibrate_all(ranks, tell=_tell):
         peaks = replace(peaks, operations=[*peaks.operations, *_codecs(device, peaks, ranks)])
         try:
             path = store_calibration(peaks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
+
+from torch import distributed
 
 from trine.cli import main
 from trine.profiler import calibrate, calibrate_ranks
@@ -87,10 +90,13 @@ def one_rank() -> Iterator[Callable[..., queue.Queue[Any]]]:
 
     def reported(*others: Any) -> queue.Queue[Any]:
         results: queue.Queue[Any] = queue.Queue()
-        calibrate_ranks._all_reduce_rank(0, 1, "gloo", calibrate_ranks._free_port(), results, others)
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        calibrate_ranks._all_reduce_rank(0, 1, "gloo", store.port, results, others)
         return results
 
     yield reported
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
     torch.set_num_threads(threads)
 
 
@@ -109,6 +115,31 @@ def test_what_is_refused_leaves_what_was_measured_before_it(
         assert complaint == "rank 0: RuntimeError: no such collective"
     times, rows, complaint = calibrate_ranks._results(one_rank(one_row, one_row), [], 5, 2)
     assert len(times) == len(SIZES) and rows == [{"bytes": 8}] * 2 and complaint is None
+
+
+def test_a_defect_of_our_own_shows_its_trace(one_rank: Any) -> None:
+    def defect(device: torch.device) -> Any:
+        raise TypeError("no such argument")
+
+    with pytest.raises(TypeError, match="no such argument"):
+        one_rank(defect)
+
+
+def test_ranks_are_started_with_a_store_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that is only found free may be another program's before a rank has imported PyTorch."""
+    results: queue.Queue[Any] = queue.Queue()
+
+    def process(target: Any, args: tuple[Any, ...], daemon: bool) -> Any:
+        def start() -> None:
+            socket.create_connection(("127.0.0.1", args[3]), timeout=5).close()
+            results.put(("times", [1e-3] * len(SIZES)))
+
+        return SimpleNamespace(start=start, pid=None, exitcode=None)
+
+    context = SimpleNamespace(Queue=lambda: results, Process=process)
+    monkeypatch.setattr(calibrate_ranks.multiprocessing, "get_context", lambda method: context)
+    collective, rows, complaint = calibrate_ranks._between_ranks(2, 5, ())
+    assert float(collective["alpha_s"]) > 0 and (rows, complaint) == ([], None)
 
 
 def test_what_a_rank_has_sent_is_awaited_once_another_has_failed() -> None:
@@ -188,6 +219,26 @@ def test_what_fails_is_left_out_and_what_is_measured_is_given_at_once(
         "left out: out of memory",
         "left out: single operations: out of memory",
         "left out: no fp16",
+    ]
+
+
+def test_the_command_says_what_it_measures_and_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*given: Any, **named: Any) -> Any:
+        raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setenv("TRINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibrate, "usable_cores", lambda: 1)
+    monkeypatch.setattr(calibrate, "measure_links", refused)
+    monkeypatch.setattr(calibrate, "calibrate_cpu", refused)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["hardware", "--calibrate", "--no-observer"]) == 0
+    assert capsys.readouterr().err.splitlines()[:-1] == [
+        "measuring all-reduce between local ranks",
+        "left out: out of memory",
+        "measuring matrix products and copies on the CPU, 1 thread",
+        "left out: out of memory",
     ]
 
 

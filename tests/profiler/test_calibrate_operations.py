@@ -11,11 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import distributed
+
 from trine.cli import main
 from trine.optim.config import CODECS
 from trine.optim.runtime.exchange import calibration
 from trine.optim.runtime.exchange.calibration import codecs_of
-from trine.profiler import calibrate, calibrate_links, calibrate_operations
+from trine.profiler import calibrate, calibrate_links, calibrate_operations, calibrate_sharding
 from trine.profiler.calibrate_sharding import PARAMETERS
 from trine.record.hardware import Peaks, calibrated
 
@@ -130,12 +132,44 @@ def test_links_and_the_overlap_are_measured_between_ranks() -> None:
         for row in rows
         if row["operation"] == "sharded_unit"
     }
-    few, many = PARAMETERS
     assert len(units) == 8 and all(seconds >= 0 for seconds in units.values())
-    # More parameters are more views and copies: all together, since each is a difference of two small times.
-    assert sum(units[key] for key in units if key[2] == many) > sum(
-        units[key] for key in units if key[2] == few
-    )
+
+
+def test_shards_cost_what_their_units_take_longer_on_the_device_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, meshes = [0.0], []
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    def sharded(module: torch.nn.Module, *, mesh: Any = None, reshard_after_forward: bool) -> None:
+        meshes.append(mesh)
+        parameters = len(list(module.parameters())) if isinstance(module, calibrate_sharding._Unit) else 0
+        again = 2.0 if reshard_after_forward else 1.0
+        module.register_forward_pre_hook(lambda *given: takes(1e-3 * parameters))
+        module.register_full_backward_hook(lambda *given: takes(1e-2 * parameters * again))
+
+    monkeypatch.setattr(calibrate_sharding.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr("torch.distributed.fsdp.fully_shard", sharded)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        rows = calibrate_sharding.measure_sharding(torch.device("cpu"))
+    finally:
+        distributed.destroy_process_group()
+    # Without a mesh FSDP2 moves the parameters to the machine's accelerator, wherever the ranks are.
+    assert {mesh.device_type for mesh in meshes} == {"cpu"}
+    found = {(row["phase"], row["again"], row["parameters"]): row["seconds"] for row in rows}
+    assert found == {
+        (phase, again, parameters): pytest.approx(seconds * parameters)
+        for parameters in PARAMETERS
+        for phase, again, seconds in (
+            ("forward", False, 1e-3),
+            ("forward", True, 1e-3),
+            ("backward", False, 1e-2),
+            ("backward", True, 2e-2),
+        )
+    }
 
 
 def test_a_call_finds_other_tensors_than_the_call_before_and_keeps_what_it_made() -> None:
