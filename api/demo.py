@@ -12,7 +12,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -116,13 +116,13 @@ def run_demo(options: Options, tell: Tell) -> DemoResult:
     from trine.profiler.machine import accelerators
 
     devices = [device.name for device in accelerators()]
-    ranks, threads = _place(options.ranks, len(devices))
-    shape = options.shape or _shape(on_gpu=bool(devices))
+    ranks, threads, device = _place(options.ranks, devices)
+    shape = options.shape or _shape(on_gpu=device is not None)
     output = _prepare(options.output)
     environment = {"OMP_NUM_THREADS": str(threads)}
     clock = _Clock(tell)
     with clock.stage("machine", "measuring this machine and building the observer of collectives"):
-        _measure_machine(ranks, threads, devices[0] if devices else None, tell)
+        _measure_machine(ranks, threads, device, tell)
     with clock.stage("plain", f"training {options.steps} steps as people first write it, {ranks} ranks"):
         plain = _train(output, "plain", options, shape, ranks, environment, None)
     with clock.stage("analysis", "analysing the record"):
@@ -171,11 +171,13 @@ class _Clock:
         self.seconds[name] = time.monotonic() - start
 
 
-def _place(wanted: int | None, devices: int) -> tuple[int, int]:
-    """(ranks, threads a rank): a GPU a rank where there are two, one GPU alone, else two on the CPU."""
-    cores = usable_cores()
-    ranks = wanted or (2 if devices != 1 else 1)
-    return ranks, max(1, cores // ranks)
+def _place(wanted: int | None, devices: Sequence[str]) -> tuple[int, int, str | None]:
+    """(ranks, threads a rank, device): a GPU a rank where there are two, one GPU alone, else two on the CPU.
+
+    The device is what the sample trains on: none where ranks are more than GPUs (:func:`trine.samples.training.place`).
+    """
+    ranks = wanted or (2 if len(devices) != 1 else 1)
+    return ranks, max(1, usable_cores() // ranks), devices[0] if ranks <= len(devices) else None
 
 
 def _shape(on_gpu: bool) -> tuple[str, ...]:

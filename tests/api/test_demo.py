@@ -186,8 +186,38 @@ def test_a_calibration_without_all_reduce_gets_one_and_keeps_all_else(
     told: list[str] = []
     demo._measure_machine(2, 1, None, told.append)
     assert told == [] and calibrated(known.name, 1) == replace(known, collective=collective)
-    device = calibrate.with_collective(replace(known, threads=None), collective)
-    assert device.operations == known.operations and device.link_bytes_per_s == 1e9  # 2·(2 − 1)/2 of it
+
+
+def test_only_an_all_reduce_between_devices_is_one_of_their_links() -> None:
+    from trine.profiler import calibrate
+
+    known = Peaks(
+        "a GPU", {"fp32": 1e9}, None, None, None, "by hand", True, operations=[{"operation": "codec"}]
+    )
+    collective = {"ranks": 2, "backend": "nccl", "alpha_s": 1e-4, "bytes_per_s": 1e9}
+    linked = replace(known, collective=collective, link_bytes_per_s=1e9)  # 2·(2 − 1)/2 of it
+    assert calibrate.with_collective(known, collective) == linked
+    assert calibrate.with_collective(known, {**collective, "backend": "gloo"}) == known
+    assert calibrate.with_collective(linked, {**collective, "backend": "gloo"}) == linked
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices", "expected"),
+    [
+        (None, 0, (2, 4, None)),
+        (None, 1, (1, 8, "first")),
+        (None, 3, (2, 4, "first")),
+        (2, 1, (2, 4, None)),  # the sample trains on the CPU, and of it are shape and calibration
+        (16, 2, (16, 1, None)),
+    ],
+)
+def test_ranks_that_have_no_device_each_are_on_the_cpu(
+    wanted: int | None, devices: int, expected: tuple[int, int, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trine import demo
+
+    monkeypatch.setattr(demo, "usable_cores", lambda: 8)
+    assert demo._place(wanted, ["first", "second", "third"][:devices]) == expected
 
 
 @pytest.mark.parametrize(
