@@ -273,6 +273,24 @@ def _has_short_gradients(exported: Exported) -> bool:
     return asked and config.precision.dtype == "bf16"
 
 
+def _add_gradients(flags: Flags, exported: Exported, account: Account) -> None:
+    communication = exported.config.communication
+    is_short = _has_short_gradients(exported)
+    if is_short:
+        flags.add("--grad-reduce-in-bf16")
+        if communication.compression == "bf16":
+            account.says("communication.compression")
+        else:  # nobody asked for sums that are less exact than its default
+            account.notes(
+                "gradients are summed in bf16, as the plan counts them: without --grad-reduce-in-bf16 in fp32, "
+                "at twice their memory"
+            )
+    if isinstance(communication.bucket_mib, int | float):
+        account.says("communication.bucket_mib")
+        width = _SHORT_GRADIENT_BYTES if is_short else _GRADIENT_BYTES
+        flags.add("--ddp-bucket-size", max(1, round(communication.bucket_mib * 2**20 / width)))
+
+
 def _add_rest(flags: Flags, exported: Exported, account: Account) -> None:
     config = exported.config
     communication = config.communication
@@ -281,15 +299,7 @@ def _add_rest(flags: Flags, exported: Exported, account: Account) -> None:
         flags.add("--overlap-grad-reduce")  # as PyTorch does by default
         if config.zero.stage:
             flags.add("--overlap-param-gather")
-    is_short = _has_short_gradients(exported)
-    if is_short:
-        flags.add("--grad-reduce-in-bf16")
-        if communication.compression == "bf16":
-            account.says("communication.compression")
-    if isinstance(communication.bucket_mib, int | float):
-        account.says("communication.bucket_mib")
-        width = _SHORT_GRADIENT_BYTES if is_short else _GRADIENT_BYTES
-        flags.add("--ddp-bucket-size", max(1, round(communication.bucket_mib * 2**20 / width)))
+    _add_gradients(flags, exported, account)
     account.misses("communication.bucket_mib", "it takes a number: --ddp-bucket-size")
     account.misses(
         "communication.compression", "gradients travel in float32, or in bf16 beside precision.dtype = bf16"

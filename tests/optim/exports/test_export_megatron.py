@@ -92,8 +92,11 @@ def test_gradients_are_as_wide_as_the_plan_counted_them(tmp_path: Path, stack: s
     }
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
-    found = flags(exported_from(path))
+    written = write("megatron", exported_from(path))
+    found = cases.flags_of(written.text)
     assert ("--grad-reduce-in-bf16" in found) is is_short
+    told = [line for line in written.cannot if line.startswith("gradients are summed in bf16, as the plan")]
+    assert len(told) == is_short  # nobody asked for it
     assert found["--ddp-bucket-size"] == str(2**21 if is_short else 2**20)  # elements
 
 
