@@ -56,7 +56,8 @@ def measure_links(
 
     Where one of these fails, ``tell`` gets the reason, and what was measured before it is given.
     """
-    parts = (measure_overlap, *(partial(measure_collective, name) for name in COLLECTIVES), measure_sharding)
+    each = (partial(measure_collective, name) for name in COLLECTIVES)
+    parts: tuple[Others, ...] = (measure_overlap, *each, measure_sharding)
     collective, rows, complaint = _between_ranks(ranks, seconds, parts)
     if complaint is not None:
         tell(f"left out: collectives or shards between ranks: {complaint}")
