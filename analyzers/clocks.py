@@ -8,7 +8,7 @@ windows it may drift.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +73,16 @@ class Clock:
         )
 
 
-def clock_offsets(ranks: Sequence[int], calls: Iterable[Calls]) -> dict[int, Clock]:
-    """Clock of each rank against the lowest one; ranks that no chain of groups links to it are absent."""
+def clock_offsets(
+    ranks: Sequence[int], calls: Iterable[Calls], hosts: Mapping[int, str | None] | None = None
+) -> dict[int, Clock]:
+    """Clock of each rank against the lowest one; ranks that no chain of groups links to it are absent.
+
+    Ranks of one of ``hosts`` (rank → name) have one clock, unless some call contradicts it.
+    """
     if not ranks:
         return {}
-    links = _links(calls)
+    links = _links(calls, hosts or {})
     lowest = min(ranks)
     clocks = {lowest: Clock(0, 0)}
     frontier = [lowest]
@@ -92,7 +97,7 @@ def clock_offsets(ranks: Sequence[int], calls: Iterable[Calls]) -> dict[int, Clo
     return clocks
 
 
-def _links(calls: Iterable[Calls]) -> dict[int, dict[int, Clock]]:
+def _links(calls: Iterable[Calls], hosts: Mapping[int, str | None]) -> dict[int, dict[int, Clock]]:
     """Clocks between each group's lowest rank and its others, both ways."""
     spans: dict[tuple[int, int], list[tuple[Array, Array, Array, Array]]] = defaultdict(list)
     for call in calls:
@@ -105,7 +110,11 @@ def _links(calls: Iterable[Calls]) -> dict[int, dict[int, Clock]]:
                 spans[call.ranks[0], rank].append((start[:, 0], end[:, 0], start[:, column], end[:, column]))
     links: dict[int, dict[int, Clock]] = defaultdict(dict)
     for (one, other), parts in spans.items():
-        link = _link(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        host = hosts.get(one)
+        link = _link(
+            *(np.concatenate(columns) for columns in zip(*parts, strict=True)),
+            together=host is not None and host == hosts.get(other),
+        )
         links[one][other] = link
         links[other][one] = Clock(
             -link.offset_ns, link.uncertainty_ns, -link.drift, link.origin_ns + link.offset_ns
@@ -113,20 +122,23 @@ def _links(calls: Iterable[Calls]) -> dict[int, dict[int, Clock]]:
     return links
 
 
-def _link(start_1: Array, end_1: Array, start_2: Array, end_2: Array) -> Clock:
+def _link(start_1: Array, end_1: Array, start_2: Array, end_2: Array, *, together: bool) -> Clock:
     """What to add to the second rank's times, from the calls that both made.
 
     Two ways, and the surer one wins. Ranks leave together, so the ends' differences scatter around
     the offset: sure on devices, where the scatter is microseconds. And nobody leaves before the
     other has entered, so every call bounds the offset from both sides, and the middle of the
     tightest bounds is off by at most half their width, as in NTP: sure on busy hosts, where threads
-    wake up late and ends scatter by milliseconds.
+    wake up late and ends scatter by milliseconds. Ranks that are ``together`` on a host have one clock where no call says
+    otherwise.
     """
+    low, high = int((start_1 - end_2).max()), int((end_1 - start_2).min())
+    if together and low <= 0 <= high:
+        return Clock(0, 0)
     trend, scatter = trend_of(end_2, end_1 - end_2)
     by_ends = Clock(trend.offset_ns, 3 * scatter, trend.drift, trend.origin_ns)
     if trend.drift:
         return by_ends
-    low, high = int((start_1 - end_2).max()), int((end_1 - start_2).min())
     if low > high:  # the clocks drift, or a call is not what it seems
         return by_ends
     by_bounds = Clock((low + high) // 2, (high - low + 1) // 2)

@@ -32,7 +32,7 @@ def conclude(
     summaries = sorted(summaries, key=lambda summary: summary.rank)
     by_rank = {summary.rank: summary for summary in summaries}
     calls, alone, matching_notes = match_collectives(summaries)
-    clocks = clock_offsets(list(by_rank), calls)
+    clocks = clock_offsets(list(by_rank), calls, {rank: one.host_name for rank, one in by_rank.items()})
     blames = [blame(call, clocks) for call in calls]
     shares = communications(blames, by_rank)
     statistics = job_step_statistics([sampled_steps(s.steps, s.metadata) for s in summaries])

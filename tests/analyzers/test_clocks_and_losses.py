@@ -138,6 +138,32 @@ def test_a_drift_is_known_through_a_chain_of_groups() -> None:
         assert np.abs(found[rank].corrected(shown) - ends).max() < 20_000
 
 
+@pytest.mark.parametrize(
+    ("host", "shift", "offset"),
+    [("a node", 0, 0), ("a node", HOUR, -HOUR), (None, 0, None)],
+    ids=["one clock", "a clock that calls contradict", "hosts unknown"],
+)
+def test_ranks_of_one_host_have_one_clock_unless_a_call_contradicts(
+    host: str | None, shift: int, offset: int | None
+) -> None:
+    """A busy host wakes one rank late every time."""
+    ends = np.cumsum(np.full(60, 100 * MS)) + 10**18
+    late = 5 * MS
+    summaries = [
+        summary_of(0, calls_at(ends - 50 * MS, ends), host_name=host),
+        summary_of(1, calls_at(ends - 50 * MS + shift, ends + late + shift), host_name=host),
+    ]
+    calls, _, _ = match_collectives(summaries)
+    clock = clock_offsets([0, 1], calls, {0: host, 1: host})[1]
+    if offset is None:
+        assert not clock.agrees
+    elif offset == 0:
+        assert clock == Clock(0, 0)
+    else:
+        at = ends + late + shift
+        assert np.abs(clock.corrected(at) - ends).max() < 20 * MS
+
+
 def test_two_clocks_behind_each_other() -> None:
     base = Clock(1000, 10, 1e-5, 10**18)
     link = Clock(-500, 5, -2e-5, 10**18 + 10**9)
