@@ -46,8 +46,8 @@ PARTS = (
 
 
 #: What one of the tensor group's collectives takes of the host, in launches of kernels: besides its own kernel, checks, events on
-#: two streams and a node of the graph that autograd keeps. Chosen on the published runs of one node, outside of the fit and so
-#: of its cross-validation.
+#: two streams and a node of the graph that autograd keeps. Chosen on the published runs of one node: no fit sets it, and tables
+#: that are left out are not left out of it.
 _COLLECTIVE_LAUNCHES = 12.0
 #: Between the sum of host's and device's time (1) and the longer of both (infinite).
 _ALONGSIDE = 3.0
