@@ -27,6 +27,7 @@ def benchmark() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_every_copy_gets_its_clock_back(benchmark: ModuleType, data: Path, tmp_path: Path) -> None:
     """Four ranks copied six times: the same waits in every copy, and offsets as they were set."""
     folder = data / "traces" / "kineto" / "torchrec_straggler_v100"

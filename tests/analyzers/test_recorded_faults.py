@@ -44,6 +44,7 @@ def others_compute() -> bool:
     return os.getloadavg()[0] > max(os.cpu_count() or 1, 2) + 0.5
 
 
+@pytest.mark.slow
 def test_a_healthy_run_yields_no_fault(tmp_path: Path) -> None:
     # A program that takes one rank's core makes that rank a straggler indeed. On a machine that is busy with
     # other things the run is repeated: a false alarm comes back.
@@ -56,6 +57,7 @@ def test_a_healthy_run_yields_no_fault(tmp_path: Path) -> None:
     assert {"input-bound", "optimizer-bound"} <= {item["id"] for item in analysis["not_bound_by"]}
 
 
+@pytest.mark.slow
 def test_a_straggler_is_found_and_named(tmp_path: Path) -> None:
     train(tmp_path / "run", "straggler")
     analysis = explain(tmp_path / "run")

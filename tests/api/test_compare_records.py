@@ -39,6 +39,7 @@ def record(path: Path, seconds: float, steps: int = 24) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_slower_forward_is_found_named_and_fails_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

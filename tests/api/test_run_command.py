@@ -189,6 +189,7 @@ if "fail" in sys.argv:
 """
 
 
+@pytest.mark.slow
 def test_a_training_script_is_recorded_and_its_numbers_are_its_own(tmp_path: Path) -> None:
     write(tmp_path, "train.py", TRAINING)
     plain = run(tmp_path, "train.py", "fail")

@@ -80,6 +80,7 @@ def test_an_empty_path_is_not_the_working_folder() -> None:
     assert done.returncode == 2 and b"an empty path was given" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_older_report_as_it_was(run: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     report.write_text("the older one")

@@ -50,6 +50,7 @@ def report(*arguments: str, folder: Path | None = None) -> tuple[int, dict[str, 
     return ended.returncode, json.loads(ended.stdout)
 
 
+@pytest.mark.slow
 def test_an_engine_that_trains_the_same() -> None:
     code, found = report("-n", "4", str(SCRIPT))
     assert code == 0

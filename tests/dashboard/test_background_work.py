@@ -71,6 +71,7 @@ def test_changed_files_keep_the_old_result_until_the_new_one_is_there(background
     assert again.value is True and again.version == 2 and not again.renewing
 
 
+@pytest.mark.slow
 def test_a_renewal_is_not_started_more_often_than_it_pays() -> None:
     background = Background(interval_s=0.0, executor=in_threads)
     try:

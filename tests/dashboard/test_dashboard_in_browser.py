@@ -352,6 +352,7 @@ def test_every_control_has_a_name(page: Any, site: Site) -> None:
         assert nameless == []
 
 
+@pytest.mark.slow
 def test_the_straggler_of_a_real_job_is_named(page: Any, site: Site, data: Any) -> None:
     page.goto(site.address + "communication?run=kineto/torchrec_straggler_v100")
     settle(page)
@@ -415,6 +416,7 @@ def test_the_timeline_of_a_schedule_shows_its_micro_batches(page: Any, site: Sit
     assert lanes == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", ["overview", "recommendations"])
 def test_nothing_is_wider_than_a_narrow_window(page: Any, site: Site, data: Path, shown: str) -> None:
     page.set_viewport_size({"width": 420, "height": 800})
@@ -425,6 +427,7 @@ def test_nothing_is_wider_than_a_narrow_window(page: Any, site: Site, data: Path
     assert wide <= 0
 
 
+@pytest.mark.slow
 def test_memory_by_category_adds_up(page: Any, site: Site, data: Path) -> None:
     explain(page, site, data, "memory_snapshot/medium_128_training_memory_snapshot.pickle")
     page.wait_for_selector("#memory-owners .scatterlayer")

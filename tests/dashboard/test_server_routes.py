@@ -235,6 +235,7 @@ def test_the_command_serves_and_ends_in_order(tmp_path: Path, how: signal.Signal
         raise AssertionError("a worker process outlived the server")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
 def test_a_killed_server_leaves_no_process_behind(tmp_path: Path) -> None:
     write_record(tmp_path / "a", 3)

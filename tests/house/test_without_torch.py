@@ -70,6 +70,7 @@ def use_everything(program: Program, folder: Path) -> None:
     assert "FAIL" in run(program, folder, "check", "new0", "--budget", "budget.toml", code=1)
 
 
+@pytest.mark.slow
 def test_everything_but_training_works_where_torch_cannot_be_imported(tmp_path: Path) -> None:
     use_everything((sys.executable, "-c", BLOCKED), tmp_path)
 

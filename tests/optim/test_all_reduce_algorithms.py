@@ -285,6 +285,7 @@ def test_auto_agrees_on_every_rank_and_goes_by_size(four_ranks: Any) -> None:
 NODES = {"TRINE_RANKS_PER_NODE": "2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "two_level"])
 def test_the_chosen_algorithm_is_what_sends_the_gradients(four_ranks: Any, algorithm: str) -> None:
     """A ring's traffic is 2·3/4 of the gradients' bytes; two trees' and two levels' differ from it and by rank."""

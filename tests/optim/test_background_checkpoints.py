@@ -26,6 +26,7 @@ def test_what_is_written_is_the_state_at_the_call(two_ranks: RankPool, stage: in
         }
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_once_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     by_rank = two_ranks.run("checkpoint_cases:background_failure", str(tmp_path / "run"))
     for rank, found in enumerate(by_rank):

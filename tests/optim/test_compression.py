@@ -24,6 +24,7 @@ def pool(request: pytest.FixtureRequest) -> tuple[RankPool, int]:
 # --- replicas --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_replicas_end_in_the_same_bits_with_one_bucket_and_with_many(pool: tuple[RankPool, int]) -> None:
     ranks, count = pool
     answers = ranks.run("compression_cases:trained_by_each", count, 4)
@@ -151,6 +152,7 @@ def test_our_exchange_of_shards_scales_as_fsdp2_does(changes: dict[str, Any], fo
 # --- PowerSGD: PyTorch's and ours ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_power_sgd_survives_many_buckets_where_torch_fails(two_ranks: RankPool) -> None:
     assert all(
         answer.startswith("AssertionError")

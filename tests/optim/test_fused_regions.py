@@ -117,6 +117,7 @@ def test_each_region_alone_compiled(dtype: str, tolerance: float, monkeypatch: p
     assert not any(region.failure for region in regions.COMPILED.values())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns itself
 def test_a_compiled_region_is_compiled_once_for_every_length() -> None:
     from trine.optim.runtime.compile_watch import CompileWatch

@@ -202,6 +202,7 @@ def test_the_lower_bound_is_the_papers_formula(stage: int, ranks: int, kind: str
 # --- the command -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_says_whether_a_large_model_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = "fit trine.samples.sizing:gpt layers=2 hidden=2048 heads=16 sequence=512 --ranks 16 --set zero.stage=3"
     assert main([*words.split(), "--capacity", "80GiB"]) == 0
@@ -218,6 +219,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["fits"] is None
 
 
+@pytest.mark.slow
 def test_the_command_counts_activations_in_low_precision(capsys: pytest.CaptureFixture[str]) -> None:
     """Attention's inputs are views of one tensor, which is restored once."""
     words = (

@@ -80,6 +80,7 @@ def test_without_an_example_the_first_step_says_so_on_all_ranks(name: str, rank:
     assert f"rank {rank} failed by itself: parallel.pipeline: " in found[1 - rank] and said in found[1 - rank]
 
 
+@pytest.mark.slow
 def test_a_loss_that_depends_on_no_stage_before_is_refused() -> None:
     """One process leaves those gradients out; zeros would let weight decay move what it never moves."""
     found = optim_cases.on_ranks(2, pipeline_cases.failing, "detached")

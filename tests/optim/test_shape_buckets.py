@@ -143,6 +143,7 @@ def _hold_one_compilation_a_bucket(found: list[tuple[int, int]], buckets: list[i
     assert seen == set(buckets)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns itself
 def test_one_graph_a_bucket(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """None more when a bucket comes again. Graphs are counted, not made faster: compiling them would take long."""

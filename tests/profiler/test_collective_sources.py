@@ -326,6 +326,7 @@ def test_a_file_that_is_no_observer_is_refused(tmp_path: Path) -> None:
         ObserverSource(Path("libm.so.6"), lambda *note: None)
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_the_observer_costs_less_than_the_python_source(pool: RankPool, library: Path) -> None:
     """Ratios of the same thread's CPU time: the machine may be busy with other things."""

@@ -73,6 +73,7 @@ def test_concurrent_builders_compile_once(
     assert not list(cache.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_background_build_is_for_the_next_run(
     built: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

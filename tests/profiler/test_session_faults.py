@@ -142,6 +142,7 @@ def test_a_folder_that_takes_no_files(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("cannot be written") == 1
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,6 +224,7 @@ def _killed_after(path: Path, seconds: float) -> list[tuple[int, int]]:
     return [(pair[0], pair[1]) for pair in pairs]
 
 
+@pytest.mark.slow
 def test_killed_at_any_instant_only_the_last_second_is_missing(tmp_path: Path) -> None:
     finished = _killed_after(tmp_path / "run", seconds=1.9)
     killed_ns = finished[-1][1]

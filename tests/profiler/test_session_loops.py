@@ -438,6 +438,7 @@ def test_models_can_be_copied_and_pickled_inside(tmp_path: Path) -> None:
     assert not training.model._forward_hooks and not training.model._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_a_model_that_was_saved_inside_loads_where_trine_is_not_installed(tmp_path: Path) -> None:
     training = Training(batches=2)
     training.model = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))

@@ -120,6 +120,7 @@ def test_none_turns_windows_off(loop: Callable[..., Loop]) -> None:
     assert run.files() == []
 
 
+@pytest.mark.slow
 def test_a_signal_asks_for_a_window_and_the_users_handler_still_runs(loop: Callable[..., Loop]) -> None:
     heard: list[int] = []
 

@@ -435,6 +435,7 @@ def test_real_snapshots(data: Path, name: str, peak_gib: float, most: str) -> No
     assert "memory-history-lost" in notes(rank)
 
 
+@pytest.mark.slow
 def test_memory_of_reading_is_bounded(data: Path, tmp_path: Path) -> None:
     """Resident growth of at most four times the file and 64 MiB, of a real file repeated three times too."""
     small = data / "traces" / "memory_snapshot" / "medium_512_training_memory_snapshot.pickle"

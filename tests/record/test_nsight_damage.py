@@ -111,6 +111,7 @@ print(rows, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["kernels", "calls"])
 def test_memory_stays_within_four_times_the_file(tmp_path: Path, table: str) -> None:
     """The smallest rows that make an event: nothing in the file pays for the columns that the model adds. The goal

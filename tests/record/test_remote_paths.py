@@ -80,6 +80,7 @@ def test_a_file_a_glob_and_several(traces: str) -> None:
     assert job.rank_ids == (0, 2)
 
 
+@pytest.mark.slow
 def test_fetched_files_go_with_the_job(traces: str) -> None:
     job = trine.load(traces)
     place = job.sources[0].path
