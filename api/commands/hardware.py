@@ -1,7 +1,7 @@
 """What this machine is: processors, devices, their peaks, and the α–β of its collectives.
 
     trine hardware                what is known: looked up with its source, or measured before
-    trine hardware --calibrate    measure now, in about half a minute, and keep it
+    trine hardware --calibrate    measure now, in about a minute, and keep it
 
 Peaks of known devices come from vendors' datasheets. CPUs and unknown devices have none until they are
 measured; utilisation (MFU) and some predictions need them. Both are kept in $TRINE_CACHE, else
