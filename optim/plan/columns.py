@@ -191,14 +191,6 @@ class Conditions:
         between_link = cluster.between or Link(_NO_LINK, kind="infiniband")
         inside = inside or _measured(network_constants(inside_link.kind), inside_link.constants)
         between = between or _measured(network_constants(between_link.kind), between_link.constants)
-        peaks = [_peak(cluster, precision) for precision in PRECISIONS]
-        # The best matmul was measured in bf16, or in what a device without it has.
-        known = [peaks[PRECISIONS.index(name)] for name in ("bf16", "fp16", "tf32", "fp32")]
-        usual = next((peak for peak in known if np.isfinite(peak)), np.nan)
-        best = cluster.device.matmul_flops_per_s or usual * device.achievable
-        share = best / usual
-        # bf16's is the best above; of fp8 a device's constant says what is reached of the gain that its peaks promise.
-        seen = {name: cluster.device.matmul_rates.get(name) for name in ("fp32", "tf32")}
         values: dict[str, object] = {
             "memory_per_s": cluster.device.memory_bandwidth.bytes_per_s,
             **_tiers(cluster),
@@ -206,46 +198,54 @@ class Conditions:
             "operators": OPERATORS.index(stack.operators),
             "attention_gain": stack.attention_gain if cluster.device.family in _NEWER else 1.0,
             "node": cluster.devices_per_node,
-            **{
-                name: getattr(device, name)
-                for name in ("units", "matmul", "depth", "attention", "memory", "launch_s", "skew_s", "fp8")
-            },
+            **{name: getattr(device, name) for name in _OF_DEVICE},
             **{f"inside_{name}": getattr(inside, name) for name in ("bandwidth", "overlap")},
             **{f"between_{name}": getattr(between, name) for name in ("bandwidth", "overlap")},
-            **{
-                name: getattr(stack, name)
-                for name in (
-                    "compute",
-                    "microbatch_s",
-                    "step_s",
-                    "exposed",
-                    "fused_attention",
-                    "fused",
-                    "padded",
-                    "captured",
-                    "fp8_gain",
-                    "tensor_overlap",
-                    "expert_overlap",
-                    "expert_once",
-                    "expert_tensor",
-                    "hidden_input_gradients",
-                    "message_overlap",
-                    "gradient_bytes",
-                )
-            },
+            **{name: getattr(stack, name) for name in _OF_STACK},
         }
-        columns = {name: np.asarray([value], dtype=np.float64) for name, value in values.items()}
+        peaks, rates = _peaks_and_rates(cluster, device)
         return cls(
-            peaks=np.asarray([peaks], dtype=np.float64),
-            rates=np.asarray(
-                [
-                    [seen.get(name) or peak * share for name, peak in zip(PRECISIONS, peaks, strict=True)],
-                ],
-                dtype=np.float64,
-            ),
+            peaks=peaks,
+            rates=rates,
             networks=(Network.of(cluster.with_changes(inside=inside_link, between=between_link)),),
-            **columns,
+            **{name: np.asarray([value], dtype=np.float64) for name, value in values.items()},
         )
+
+
+#: Conditions that are a device's constants and a stack's own, by the same names.
+_OF_DEVICE = ("units", "matmul", "depth", "attention", "memory", "launch_s", "skew_s", "fp8")
+_OF_STACK = (
+    "compute",
+    "microbatch_s",
+    "step_s",
+    "exposed",
+    "fused_attention",
+    "fused",
+    "padded",
+    "captured",
+    "fp8_gain",
+    "tensor_overlap",
+    "expert_overlap",
+    "expert_once",
+    "expert_tensor",
+    "hidden_input_gradients",
+    "message_overlap",
+    "gradient_bytes",
+)
+
+
+def _peaks_and_rates(cluster: Cluster, device: DeviceConstants) -> tuple[Column, Column]:
+    """FLOP/s by precision, shape (1, precisions) each: what is promised, and the best that a matmul was seen to reach."""
+    peaks = [_peak(cluster, precision) for precision in PRECISIONS]
+    # The best matmul was measured in bf16, or in what a device without it has.
+    known = [peaks[PRECISIONS.index(name)] for name in ("bf16", "fp16", "tf32", "fp32")]
+    usual = next((peak for peak in known if np.isfinite(peak)), np.nan)
+    best = cluster.device.matmul_flops_per_s or usual * device.achievable
+    share = best / usual
+    # bf16's is the best above; of fp8 a device's constant says what is reached of the gain that its peaks promise.
+    seen = {name: cluster.device.matmul_rates.get(name) for name in ("fp32", "tf32")}
+    rates = [seen.get(name) or peak * share for name, peak in zip(PRECISIONS, peaks, strict=True)]
+    return np.asarray([peaks], dtype=np.float64), np.asarray([rates], dtype=np.float64)
 
 
 def _measured(found: _Constants, measured: Mapping[str, float]) -> _Constants:
