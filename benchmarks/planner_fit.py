@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -313,16 +314,9 @@ def write(problem: Problem, theta: Values, factors: tuple[float, float] | None) 
     content = tomllib.loads(CONSTANTS.read_text(encoding="utf-8"))
     for (field, name), value in zip(problem.names, theta, strict=True):
         kind, plain = _place(field)
-        rows = int((problem.owners[field] == problem.names.index((field, name))).sum())
         if name in content[kind]:
             content[kind][name][plain] = float(f"{np.exp(value):.4g}")
-            fitted = kind == "stack" or rows >= _FEWEST
-            said = (
-                f"fitted on {rows} published runs"
-                if fitted
-                else f"the fit's priors: {rows} published runs are too few"
-            )
-            content[kind][name]["provenance"] = said
+            content[kind][name]["provenance"] = _provenance(problem, field, name)
     if factors is not None:
         content["spread"] = {"low": round(factors[0], 3), "high": round(factors[1], 3)}
     lines = ["# Written by benchmarks/planner_fit.py. What the names mean: constants.py."]
@@ -335,6 +329,18 @@ def write(problem: Problem, theta: Values, factors: tuple[float, float] | None) 
         for title, table in tables.items():
             lines += ["", f"[{title}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
     CONSTANTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _provenance(problem: Problem, field: str, name: str) -> str:
+    """On how many runs a constant was fitted; of a stack's also on which families, since it is carried over to all others."""
+    mine = problem.owners[field] == problem.names.index((field, name))
+    own = [run for run, is_mine in zip(problem.runs, mine, strict=True) if is_mine]
+    if field not in STACK_CONSTANTS:
+        if len(own) < _FEWEST:
+            return f"the fit's priors: {len(own)} published runs are too few"
+        return f"fitted on {len(own)} published runs"
+    families = Counter(run.cluster.device.family for run in own)
+    return f"fitted on {len(own)} published runs ({', '.join(f'{family} {count}' for family, count in families.most_common())})"
 
 
 def _place(field: str) -> tuple[str, str]:

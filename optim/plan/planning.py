@@ -272,12 +272,21 @@ class _Writer:
     def _assumptions(self, best: Candidate) -> tuple[str, ...]:
         problem = self.problem
         found = [f"{what}: {source}" for what, source in self._constants()]
+        family = problem.cluster.device.family
+        if "(" in problem.stack.provenance and family not in problem.stack.provenance:
+            found.append(
+                f"no run that {problem.stack.name} was fitted on is of {family}: its constants are carried over from others"
+            )
         found.append(
             f"another software than {problem.stack.name} may differ by a quarter and more on the same layout"
         )
         if problem.batch_is_usual:
             found.append(
                 f"global batch {problem.global_batch}: nobody said, so about 4 Mi tokens; --global-batch"
+            )
+        if problem.workload.is_mixture and problem.workload.load_imbalance == 1:
+            found.append(
+                "experts get equally many tokens: nobody said by how much the busiest has more; load_imbalance"
             )
         numbers = [name for name in ("precision", "compression") if name in problem.searched]
         if numbers:
