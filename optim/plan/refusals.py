@@ -131,6 +131,10 @@ def _condition(text: str) -> Condition:
         raise ValueError(f"{text!r} is no condition of layouts")
     operator, words = found[2], found[3].split("|")
     if operator == "does not divide" or words[0] in DEFAULTS:
+        if operator not in ("<", "does not divide"):
+            raise ValueError(
+                f'{text!r} compares columns by {operator!r}: only < and "does not divide" are understood'
+            )
         return Condition(columns, operator, (), words[0])
     kinds = KINDS.get(columns[0])
     return Condition(

@@ -20,13 +20,9 @@ def is_plain(tensor: object) -> bool:
 
 def local(tensor: Any) -> torch.Tensor:
     """This rank's part of a tensor that is sharded; any other tensor itself."""
-    if not hasattr(tensor, "to_local"):
-        whole: torch.Tensor = tensor
-        return whole
-    if tensor.requires_grad:
-        part: torch.Tensor = tensor.to_local()
-        return part
-    # There is nothing to differentiate, as of gradients: autograd would cost the host tens of microseconds each.
-    with torch.no_grad():
-        alone: torch.Tensor = tensor.to_local()
-    return alone
+    part: torch.Tensor = tensor
+    if hasattr(tensor, "to_local"):
+        # Where there is nothing to differentiate, as of gradients, autograd would cost the host tens of microseconds.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and tensor.requires_grad):
+            part = tensor.to_local()
+    return part
