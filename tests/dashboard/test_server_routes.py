@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -253,8 +254,14 @@ def test_a_killed_server_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def children(process: int) -> list[int]:
-    """Process numbers of the children of all threads of a process."""
+    """Process numbers of a process's children, by what each process says of its parent.
+
+    A thread's own list of children is not to be relied on while it runs (proc(5)): a child of a request's thread moves
+    to another thread when that one ends, and may be in neither list while both are read.
+    """
     found: list[int] = []
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
-        found += [int(word) for word in path.read_text().split()]
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if int(path.read_text().rpartition(")")[2].split()[1]) == process:
+                found.append(int(path.parent.name))
     return found
