@@ -133,7 +133,8 @@ def lengths_without(meetings: Meetings, absent: Sequence[tuple[int, ...]]) -> li
     """Length of the job, in ns, for each set of ranks that nobody waits for.
 
     What lies between a rank's collectives stays as long as it was, and so does what each rank needs to
-    leave a collective after the last has entered.
+    leave a collective after the last has entered. A rank that nobody waits for still does what it did after
+    its last collective: the job ends with it too, or a rank that made nobody wait would seem to cost its tail.
     """
     ranks = list(meetings.links)
     most = max(len(one.row) for one in meetings.links.values())
@@ -165,4 +166,4 @@ def lengths_without(meetings: Meetings, absent: Sequence[tuple[int, ...]]) -> li
     for position, one in enumerate(meetings.links.values()):
         place = len(one.row)
         final[:, position] = end[:, position, previous[position, place]] + between[position, place]
-    return [int(length) for length in np.where(counts, final, 0).max(axis=1)]
+    return [int(length) for length in final.max(axis=1)]

@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trine
+from trine.analyzers.reports import text as report
 from trine.analyzers.selection import parse_selection, select
 from trine.analyzers.studies import Scope, result_of
 from trine.analyzers.studies._path_graph import NEVER, Graph, graph_of
@@ -336,6 +337,28 @@ def test_the_path_of_the_job_runs_through_a_rank_that_is_truly_late(data: Path) 
         by_rank[rank].segments_ns.get("waiting", 0) < 0.02 * by_rank[rank].length_ns for rank in (0, 6)
     )
     assert by_rank[4].segments_ns["waiting"] > 0.5 * by_rank[4].length_ns
+
+
+@pytest.mark.parametrize("name", ["gloo_ddp4_cpu", "torchrec_straggler_v100", "megatron_tp8_a100"])
+def test_nobody_is_named_for_whom_nobody_waited(data: Path, name: str) -> None:
+    """A rank that merely ended last made no other rank wait: it must not stand beside one that did."""
+    analysis = trine.analyze(trine.load(data / "traces" / "kineto" / name), workers=1)
+    found = result_of(analysis, "critical_path", CriticalPath)
+    assert found is not None and found.job is not None and found.job.without
+    caused = {
+        rank.summary.rank: rank.communication.caused_wait_ns
+        for rank in analysis.ranks
+        if rank.communication is not None
+    }
+    named = {rank for one in found.job.without for rank in one.ranks}
+    assert named and all(caused[rank] > 0 for rank in named)
+
+
+def test_a_pair_is_told_with_what_its_costlier_rank_costs_alone(data: Path) -> None:
+    analysis = trine.analyze(trine.load(data / "traces" / "kineto" / "megatron_tp8_a100"), workers=1)
+    text = " ".join(report.render(analysis).split())
+    assert "had nobody waited for ranks 0 and 6, the job would have been 18.7 ms shorter" in text
+    assert "(for rank 0 alone 7.11 ms)" in text
 
 
 def test_parts_stay_small(data: Path) -> None:

@@ -39,7 +39,7 @@ _DRAWN = {
 }
 #: Rows of the table of entries: the JSON has more.
 _MOST = 10
-#: What would gain less than this share of the path is not worth a row.
+#: What would gain less than this share of the path is not worth a row, nor a word.
 _LEAST = 0.01
 
 
@@ -70,10 +70,17 @@ def _summary(result: CriticalPath, rank: RankPath) -> str:
         text += f". Across ranks, rank {first.rank} holds {percent(first.on_path_ns / max(job.length_ns, 1))} of the job's path"
         if first.doing not in (None, "unknown"):
             text += f" ({clean(str(first.doing))})"
-        for one in job.without[-1:]:
-            if one.gain_ns > 0.01 * job.length_ns:
-                text += f"; had nobody waited for {rank_list(one.ranks)}, the job would have been {duration(one.gain_ns)} shorter"
+        text += _without(job)
     return f"{text}. {_basis(rank)}"
+
+
+def _without(job: JobPath) -> str:
+    """What the costliest ranks cost; of a pair also what its costlier one does alone, so that neither is blamed for both."""
+    if not job.without or job.without[-1].gain_ns <= _LEAST * job.length_ns:
+        return ""
+    first, last = job.without[0], job.without[-1]
+    alone = f" (for {rank_list(first.ranks)} alone {duration(first.gain_ns)})" if last is not first else ""
+    return f"; had nobody waited for {rank_list(last.ranks)}, the job would have been {duration(last.gain_ns)} shorter{alone}"
 
 
 def _basis(rank: RankPath) -> str:
