@@ -56,6 +56,8 @@ _DEVICE_KEYS = (
     "matmul_flops_per_s",
     "source",
 )
+#: What a device's table must say that is like no known one.
+_FIGURES = ("flops_per_s", "memory", "memory_bandwidth")
 _PRECISIONS = ("bf16", "fp16", "tf32", "fp8", "fp32")
 
 
@@ -181,67 +183,86 @@ def _device(said: Any, where: str) -> Device:
         raise UsageError(f"{where}: device must be a name or a table, not {said!r}")
     place = f"{where}: [device]"
     check_keys(said, _DEVICE_KEYS, place)
-    base = device_named(_text(said, "like", "", place)) if "like" in said else None
-    memory = _placed(parse_bytes, said, "memory", place)
-    bandwidth = _placed(Bandwidth.parse, said, "memory_bandwidth", place)
-    flops = _rates(said.get("flops_per_s", {}), place)
-    if base is None and not (flops and memory and bandwidth):
-        missing = next(
-            key
-            for key, value in (("flops_per_s", flops), ("memory", memory), ("memory_bandwidth", bandwidth))
-            if not value
-        )
+    if "like" in said:
+        known = device_named(_text(said, "like", "", place))
+        return _changed(known.with_changes(source=f"{where}, like {known.name}"), said, place)
+    missing = next((key for key in _FIGURES if not said.get(key)), None)
+    if missing is not None:
         raise UsageError(
             f'{place} has no {missing}: add it, or start from a known device with like = "H100-SXM-80GB"'
         )
-    link = _placed(Bandwidth.parse, said, "link", place)
-    matmul = said.get("matmul_flops_per_s")
-    if matmul is not None:
-        matmul = _rates({"bf16": matmul}, place)["bf16"]
-    elif base is not None and "bf16" not in flops:
-        matmul = base.matmul_flops_per_s
-    peaks = {**(base.flops_per_s if base else {}), **flops}
-    if matmul is not None and matmul > peaks.get("bf16", matmul):
-        raise UsageError(
-            f"{place}: matmul_flops_per_s {matmul:g} is above the peak of bf16, {peaks['bf16']:g}: give what products reach"
-        )
-    family = _text(said, "family", base.family if base else "unknown", place)
-    if family not in (known := (*families(), "unknown")):
-        raise UsageError(
-            f"{place}: no family is called {family!r}{near(family, known)}: one of {', '.join(known)}"
-        )
-    made = Device(
-        name=_text(said, "name", base.name if base else "device", place),
-        family=family,
-        flops_per_s=peaks,
-        memory_bytes=memory or (base.memory_bytes if base else 0),
-        memory_bandwidth=bandwidth or (base.memory_bandwidth if base else Bandwidth(1.0)),
-        link=link or (base.link if base else None),
-        matmul_flops_per_s=matmul,
-        source=_text(said, "source", f"{where}" + (f", like {base.name}" if base else ""), place),
-        matmul_rates={} if matmul is None else {"bf16": matmul},
+    figures = Device(
+        name="device",
+        family="unknown",
+        flops_per_s=_rates(said["flops_per_s"], f"{place}: flops_per_s"),
+        memory_bytes=_placed(_memory, said, "memory", place),
+        memory_bandwidth=_placed(Bandwidth.parse, said, "memory_bandwidth", place),
+        source=where,
     )
-    if base is None:
-        return made
+    return _changed(figures, said, place)
+
+
+def _changed(base: Device, said: Mapping[str, Any], place: str) -> Device:
+    """A device with what a table says of it in place of its own."""
+    flops = _rates(said.get("flops_per_s", {}), f"{place}: flops_per_s")
+    peaks = {**base.flops_per_s, **flops}
     # Rates of precisions whose peak is said anew are another device's.
     rates = {name: rate for name, rate in base.matmul_rates.items() if name not in flops}
-    return made.with_changes(
-        matmul_rates={**rates, **made.matmul_rates},
-        multiprocessors=base.multiprocessors,
+    if "matmul_flops_per_s" in said:
+        rates["bf16"] = _matmul(said["matmul_flops_per_s"], peaks, place)
+    family = _family(said, base.family, place)
+    return base.with_changes(
+        name=_text(said, "name", base.name, place),
+        family=family,
+        flops_per_s=peaks,
+        memory_bytes=_placed(_memory, said, "memory", place) or base.memory_bytes,
+        memory_bandwidth=_placed(Bandwidth.parse, said, "memory_bandwidth", place) or base.memory_bandwidth,
+        link=_placed(Bandwidth.parse, said, "link", place) or base.link,
+        matmul_flops_per_s=rates.get("bf16"),
+        source=_text(said, "source", base.source, place),
+        matmul_rates=rates,
         constants=base.constants if family == base.family else {},
     )
 
 
+def _memory(text: Any) -> int:
+    """Raises ``UsageError`` for none, which no device has."""
+    size = parse_bytes(text)
+    if size == 0:
+        raise UsageError(f"{text!r} is no memory of a device: write 80GiB, 24GB or a number of bytes")
+    return size
+
+
+def _matmul(said: Any, peaks: Mapping[str, float], place: str) -> float:
+    """What products of bf16 reach. Raises ``UsageError`` for more than the peak."""
+    rate = _rate(said, f"{place}: matmul_flops_per_s")
+    if rate > peaks.get("bf16", rate):
+        raise UsageError(
+            f"{place}: matmul_flops_per_s {rate:g} is above the peak of bf16, {peaks['bf16']:g}: give what products reach"
+        )
+    return rate
+
+
+def _family(said: Mapping[str, Any], otherwise: str, place: str) -> str:
+    family = _text(said, "family", otherwise, place)
+    if family not in (known := (*families(), "unknown")):
+        raise UsageError(
+            f"{place}: no family is called {family!r}{near(family, known)}: one of {', '.join(known)}"
+        )
+    return family
+
+
 def _rates(said: Any, place: str) -> dict[str, float]:
     if not isinstance(said, Mapping):
-        raise UsageError(f"{place}: flops_per_s is a table by precision: flops_per_s = {{ bf16 = 989e12 }}")
-    check_keys(said, _PRECISIONS, f"{place}: flops_per_s")
-    for key, value in said.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e9 <= value < 1e18:
-            raise UsageError(
-                f"{place}: flops_per_s.{key} must be floating-point operations a second such as 989e12, not {value!r}"
-            )
-    return {key: float(value) for key, value in said.items()}
+        raise UsageError(f"{place} is a table by precision: flops_per_s = {{ bf16 = 989e12 }}")
+    check_keys(said, _PRECISIONS, place)
+    return {key: _rate(value, f"{place}.{key}") for key, value in said.items()}
+
+
+def _rate(value: Any, place: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e9 <= value < 1e18:
+        raise UsageError(f"{place} must be floating-point operations a second such as 989e12, not {value!r}")
+    return float(value)
 
 
 def _placed(parse: Any, table: Mapping[str, Any], key: str, where: str) -> Any:

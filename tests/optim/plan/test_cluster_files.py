@@ -133,6 +133,11 @@ OWN = '[device]\nname = "new"\nmemory = "48 GiB"\nmemory_bandwidth = "1 TB/s"\nf
             r"no family is called 'hoper' \(did you mean 'hopper'\?\)",
         ),
         ('[device]\nlike = "H100"\nmatmul_flops_per_s = 9e15\n', "is above the peak of bf16"),
+        (
+            '[device]\nlike = "H100"\nmatmul_flops_per_s = 794\n',
+            r"\[device\]: matmul_flops_per_s must be floating-point operations",
+        ),
+        ('[device]\nlike = "H100"\nmemory = 0\n', "memory: 0 is no memory of a device"),
         ("nodes = 2\n", "has no device"),
         ('device = "H1000"\n', "no device is known"),
         ("device = 3\n", "device must be a name or a table"),
