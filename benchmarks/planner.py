@@ -221,44 +221,46 @@ def _sweeps(runs: Sequence[Run], predicted: Seconds, measured: Seconds) -> dict[
 
 def _scaling(runs: Sequence[Run], predicted: Seconds, measured: Seconds) -> list[dict[str, Any]]:
     """Runs of one model, stack and model-parallel layout on growing clusters: errors, and T = a·m + b of both."""
-    keys = [
-        (
-            run.table,
-            run.stack.name,
-            run.cluster.device.name,
-            *(
-                run.layout[name]
-                for name in ("tensor", "pipeline", "chunks", "context", "micro_batch", "precision")
-            ),
-            run.workload.name,
-            run.workload.sequence,
-        )
-        for run in runs
-    ]
+    counts = np.asarray([run.layout["microbatches"] for run in runs], dtype=np.float64)
     found = []
-    for key, rows in _positions(keys).items():
-        counts = np.asarray([runs[row].layout["microbatches"] for row in rows], dtype=np.float64)
-        devices = [runs[row].devices for row in rows]
-        if len(set(counts)) < 3 or len(set(devices)) < 3 or max(devices) < 512:
-            continue
-        error = predicted[rows] / measured[rows] - 1
-        slope, intercept = np.polyfit(counts, measured[rows], 1, w=1 / measured[rows])
-        ours = np.polyfit(counts, predicted[rows], 1, w=1 / predicted[rows])
-        found.append(
-            {
-                "table": key[0],
-                "stack": key[1],
-                "layout": f"tp{key[3]} pp{key[4]} vpp{key[5]}",
-                "devices": [min(devices), max(devices)],
-                "rows": len(rows),
-                "worst_error": float(error[np.argmax(np.abs(error))]),
-                "median_error": _quantile(np.abs(error), 0.5),
-                "slope_s": [float(slope), float(ours[0])],
-                "intercept_s": [float(intercept), float(ours[1])],
-                "intercept_error": float(ours[1] / intercept - 1),
-            }
-        )
+    for rows in _positions(_scaled(run) for run in runs).values():
+        devices = {runs[row].devices for row in rows}
+        if len(set(counts[rows])) >= 3 and len(devices) >= 3 and max(devices) >= 512:
+            line = _line(counts[rows], predicted[rows], measured[rows])
+            found.append(_named(runs[rows[0]], devices) | {"rows": len(rows)} | line)
     return found
+
+
+def _scaled(run: Run) -> tuple[Any, ...]:
+    """What runs have in common that differ in nothing but the cluster's size and the batch."""
+    kept = ("tensor", "pipeline", "chunks", "context", "micro_batch", "precision")
+    layout = tuple(run.layout[name] for name in kept)
+    model = (run.workload.name, run.workload.sequence)
+    return (run.table, run.stack.name, run.cluster.device.name, layout, model)
+
+
+def _named(run: Run, devices: set[int]) -> dict[str, Any]:
+    layout = run.layout
+    return {
+        "table": run.table,
+        "stack": run.stack.name,
+        "layout": f"tp{layout['tensor']} pp{layout['pipeline']} vpp{layout['chunks']}",
+        "devices": [min(devices), max(devices)],
+    }
+
+
+def _line(counts: Seconds, predicted: Seconds, measured: Seconds) -> dict[str, Any]:
+    """Errors of runs over their micro-batches, and the line through them as measured and as predicted."""
+    error = predicted / measured - 1
+    slope, intercept = np.polyfit(counts, measured, 1, w=1 / measured)
+    our_slope, our_intercept = np.polyfit(counts, predicted, 1, w=1 / predicted)
+    return {
+        "worst_error": float(error[np.argmax(np.abs(error))]),
+        "median_error": _quantile(np.abs(error), 0.5),
+        "slope_s": [float(slope), float(our_slope)],
+        "intercept_s": [float(intercept), float(our_intercept)],
+        "intercept_error": float(our_intercept / intercept - 1),
+    }
 
 
 def _speed(runs: Sequence[Run]) -> float:

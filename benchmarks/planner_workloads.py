@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from planner_cells import Missing, Row
 
@@ -21,55 +22,69 @@ _ROUNDED = 0.03
 
 def workload_of_row(row: Row) -> Workload:
     """The model of a row. Raises ``Missing``."""
-    if known := _known_model(row):
-        return known
+    return _known_model(row) or _as_counted(_described(row), row)
+
+
+def _described(row: Row) -> Workload:
+    """From its dimensions: what has gates has the other habits of models since Llama, too."""
     hidden, sequence = row.needed("hidden"), row.needed("seq_len")
-    heads = row.count("heads")
-    if heads is None:
-        heads = max(1, hidden // 128)
-        row.assume(f"{heads} heads of 128")
+    heads = _or_assumed(row, "heads", max(1, hidden // 128), "{} heads of 128")
     kv_heads = row.count("kv_heads") or heads
-    vocab = row.count("vocab")
-    if vocab is None:
-        vocab = 51200
-        row.assume("vocabulary of 51,200")
-    mlp = row.text("mlp").lower()
-    gated = any(word in mlp for word in ("swiglu", "geglu", "silu", "gated"))
-    ffn = row.count("ffn")
-    if ffn is None:
-        ffn = round(8 * hidden / 3) if gated else 4 * hidden
-        row.assume(f"feed-forward of {ffn}")
-    experts = row.count("experts") or 0
-    modern = gated
+    vocab = _or_assumed(row, "vocab", 51200, "vocabulary of {:,}")
+    gated = any(word in row.text("mlp").lower() for word in ("swiglu", "geglu", "silu", "gated"))
+    usual_ffn = round(8 * hidden / 3) if gated else 4 * hidden
+    ffn = _or_assumed(row, "ffn", usual_ffn, "feed-forward of {}")
     layers = row.count("layers")
-    if layers is None:
-        layers = _layers_from_parameters(row, hidden, ffn, vocab, gated)
-    head_size = 128 if "qwen3" in row.text("model").lower() else 0
-    workload = Workload(
-        name=row.text("model") or "model",
-        layers=layers,
+    name = row.text("model")
+    return Workload(
+        name=name or "model",
+        layers=_layers_from_parameters(row, hidden, ffn, vocab, gated) if layers is None else layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads if heads % kv_heads == 0 else heads,
-        head_size=head_size,
+        head_size=128 if "qwen3" in name.lower() else 0,
         ffn=ffn,
         vocab=vocab,
         sequence=sequence,
         gated=gated,
-        bias=not modern,
-        tied_embeddings=not modern,
-        learned_positions=not modern,
-        dropout=not modern and "mpt" not in row.text("model").lower(),
-        experts=experts if experts > 1 else 0,
-        experts_per_token=(row.count("topk") or 1) if experts > 1 else 0,
-        expert_ffn=ffn if experts > 1 else 0,
-        load_imbalance=_imbalance(row) if experts > 1 else 1.0,
+        bias=not gated,
+        tied_embeddings=not gated,
+        learned_positions=not gated,
+        dropout=not gated and "mpt" not in name.lower(),
+        **_mixture(row, ffn),
     )
+
+
+def _or_assumed(row: Row, cell: str, usual: int, words: str) -> int:
+    """A cell's count, or the usual one, said in ``words``."""
+    stated = row.count(cell)
+    if stated is not None:
+        return stated
+    row.assume(words.format(usual))
+    return usual
+
+
+def _mixture(row: Row, ffn: int) -> dict[str, Any]:
+    """Fields of a mixture of experts; none of a dense model."""
+    experts = row.count("experts") or 0
+    if experts <= 1:
+        return {}
+    return {
+        "experts": experts,
+        "experts_per_token": row.count("topk") or 1,
+        "expert_ffn": ffn,
+        "load_imbalance": _imbalance(row),
+    }
+
+
+def _as_counted(workload: Workload, row: Row) -> Workload:
+    """With what the stated number of parameters shows that the row left out."""
     stated = row.number("params_b")
-    if stated:
-        workload, why = reconciled(workload, stated * 1e9)
-        if why:
-            row.assume(why)
+    if not stated:
+        return workload
+    workload, why = reconciled(workload, stated * 1e9)
+    if why:
+        row.assume(why)
     return workload
 
 

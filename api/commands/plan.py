@@ -38,46 +38,43 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``trine plan``."""
     parser.add_argument("model", metavar="MODEL", help="a known model, a .toml or a config.json")
     parser.add_argument("cluster", metavar="CLUSTER", help="a known cluster or device, or a .toml")
-    parser.add_argument("--devices", type=int, metavar="N", help="of the job (the cluster's own)")
-    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences a step (about 4 Mi tokens)")
-    parser.add_argument("--sequence", type=int, metavar="S", help="tokens of a sequence (the model's own)")
-    parser.add_argument(
+    _add_job(parser.add_argument_group("the job"))
+    _add_search(parser.add_argument_group("the search"))
+    _add_report(parser.add_argument_group("the report"))
+
+
+def _add_job(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--devices", type=int, metavar="N", help="of the job (the cluster's own)")
+    group.add_argument("--global-batch", type=int, metavar="B", help="sequences a step (about 4 Mi tokens)")
+    group.add_argument("--sequence", type=int, metavar="S", help="tokens of a sequence (the model's own)")
+    group.add_argument(
         "--stack",
         metavar="NAME",
         help="the software to predict for (megatron-core; maxtext on TPUs, trine on processors)",
     )
-    parser.add_argument(
-        "--memory-headroom",
-        type=float,
-        default=0.1,
-        metavar="SHARE",
-        help="of a device's memory to leave free (0.1)",
-    )
-    parser.add_argument("--top", type=int, default=10, metavar="K", help="layouts to show (10)")
-    parser.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="settle a choice, as tensor=8; may be repeated",
-    )
-    parser.add_argument(
-        "--search",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="search this, too: precision, compression, remote, or all; may be repeated",
-    )
-    parser.add_argument("--tokens", type=_tokens, metavar="T", help="to train on, as 15T: gives days")
-    parser.add_argument("--price", type=float, metavar="P", help="of a device for an hour: gives the price")
-    parser.add_argument(
+    group.add_argument("--tokens", type=_tokens, metavar="T", help="to train on, as 15T: gives days")
+    group.add_argument("--price", type=float, metavar="P", help="of a device for an hour: gives the price")
+
+
+def _add_search(group: argparse._ArgumentGroup) -> None:
+    pin = "settle a choice, as tensor=8; may be repeated"
+    group.add_argument("--pin", action="append", default=[], metavar="KEY=VALUE", help=pin)
+    search = "search this, too: precision, compression, remote, or all; may be repeated"
+    group.add_argument("--search", action="append", default=[], metavar="NAME", help=search)
+    headroom = "of a device's memory to leave free (0.1)"
+    group.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help=headroom)
+    group.add_argument(
         "--largest", action="store_true", help="also the largest micro-batch and context of any layout"
     )
-    parser.add_argument(
+
+
+def _add_report(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--top", type=int, default=10, metavar="K", help="layouts to show (10)")
+    group.add_argument(
         "--record", type=Path, metavar="FOLDER", help="write the best layout's simulated step as a record"
     )
-    parser.add_argument("--format", choices=("text", "json", "md", "html"), help=FORMAT_HELP)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report to FILE")
+    group.add_argument("--format", choices=("text", "json", "md", "html"), help=FORMAT_HELP)
+    group.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the report to FILE")
 
 
 def run(arguments: argparse.Namespace) -> int:

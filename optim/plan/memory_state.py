@@ -44,6 +44,28 @@ class State:
     away: dict[str, Column]
 
 
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """Of each place's rank before sharding, and over how many ranks ZeRO splits them; experts have their own data group."""
+
+    shared: Column
+    experts: Column
+    stage: Integers
+    ranks: Column
+    expert_ranks: Column
+
+    @property
+    def all(self) -> Column:
+        return np.asarray(self.shared + self.experts)
+
+    def bytes_held(self, bytes_each: Column, from_stage: int) -> Column:
+        """What a rank has of ``bytes_each`` an element that is split from a stage on."""
+        split = self.stage >= from_stage
+        shared = self.shared / np.where(split, self.ranks, 1.0)
+        experts = self.experts / np.where(split, self.expert_ranks, 1.0)
+        return np.asarray(bytes_each * (shared + experts))
+
+
 def state_of(
     workload: Workload,
     stack: Stack,
@@ -54,29 +76,21 @@ def state_of(
     frozen: bool = False,
 ) -> State:
     """Of every layout and place. ``frozen``: weights are not trained, and neither have gradients nor state."""
-    shared, experts = place_elements(Sizes.of(workload), stack.expert_tensor, layouts, places)
-    stage = layouts["zero_stage"]
-    ranks = layouts.shard_ranks.astype(np.float64)
-    expert_ranks = expert_replicas(ranks, stack.expert_tensor, layouts)
+    elements = _elements(workload, stack, layouts, places)
+    stage, trained = layouts["zero_stage"], 0.0 if frozen else 1.0
     weight, gradient, optimizer = _element_bytes(traits, layouts)
-
-    def held(bytes_each: Column, from_stage: int) -> Column:
-        split = stage >= from_stage
-        return np.asarray(
-            bytes_each * (shared / np.where(split, ranks, 1.0) + experts / np.where(split, expert_ranks, 1.0))
-        )
-
-    trained = 0.0 if frozen else 1.0
+    if frozen:
+        weight = np.minimum(weight, element_bytes(layouts))
     sizes = {
-        "parameter_offload": held(np.minimum(weight, element_bytes(layouts)) if frozen else weight, 3),
-        "gradients": trained * held(gradient, 2),
-        "optimizer_offload": trained * held(optimizer, 1),
+        "parameter_offload": elements.bytes_held(weight, 3),
+        "gradients": trained * elements.bytes_held(gradient, 2),
+        "optimizer_offload": trained * elements.bytes_held(optimizer, 1),
     }
     fp8 = layouts.is_kind("precision", "fp8") & (stage < 3)
-    cached = np.where(fp8, traits.fp8_weight_bytes, 0.0) * (shared + experts)
-    gathers, head_gathers = _gathers(workload, traits, layouts, places, stage, shared + experts, trained)
+    cached = np.where(fp8, traits.fp8_weight_bytes, 0.0) * elements.all
+    gathers, head_gathers = _gathers(workload, traits, layouts, places, elements.all, trained)
     away, parameters, optimizer_bytes, gradients = _offloaded(layouts, sizes)
-    step = trained * held(np.where(stage > 0, traits.step_bytes, 0.0), 1)
+    step = trained * elements.bytes_held(np.where(stage > 0, traits.step_bytes, 0.0), 1)
     return State(
         parameters=parameters + cached,
         gradients=gradients,
@@ -84,9 +98,16 @@ def state_of(
         temporary=np.where(layouts["optimizer_offload"] > 0, 0.0, step),
         gathers=gathers,
         head_gathers=head_gathers,
-        elements=shared + experts,
+        elements=elements.all,
         away=away,
     )
+
+
+def _elements(workload: Workload, stack: Stack, layouts: Layouts, places: Places) -> _Elements:
+    shared, experts = place_elements(Sizes.of(workload), stack.expert_tensor, layouts, places)
+    ranks = layouts.shard_ranks.astype(np.float64)
+    expert_ranks = expert_replicas(ranks, stack.expert_tensor, layouts)
+    return _Elements(shared, experts, layouts["zero_stage"], ranks, expert_ranks)
 
 
 def _element_bytes(traits: MemoryTraits, layouts: Layouts) -> tuple[Column, Column, Column]:
@@ -117,7 +138,6 @@ def _gathers(
     traits: MemoryTraits,
     layouts: Layouts,
     places: Places,
-    stage: Column | Integers,
     elements: Column,
     trained: float,
 ) -> tuple[Column, Column]:
@@ -129,28 +149,28 @@ def _gathers(
     """
     tensor = layouts["tensor"].astype(np.float64)
     layer = _layer_elements(workload, layouts)
+    stage_layers = places.layers * layer
     tables = 0 if workload.tied_embeddings else workload.vocab * workload.hidden
     outside = (places.first * workload.embedding_parameters + places.last * tables) / tensor
     half = element_bytes(layouts)
-    ahead = np.minimum(layer * (1 + traits.prefetch), places.layers * layer)
-    unit = layer
     if traits.live_parameters:
         # Modules are gathered one by one: what stays gathered, and the largest.
         unit = np.maximum(workload.ffn, workload.hidden) * workload.hidden / tensor
         ahead = np.minimum(traits.live_parameters + unit, elements)
         outside = 0.0 * outside
-    moved = layouts["parameter_offload"] > 0
+    else:
+        unit = layer
+        ahead = np.minimum(layer * (1 + traits.prefetch), stage_layers)
     piped = stays_gathered(layouts)
-    stage_layers = places.layers * layer
-    blocks = np.where(piped, stage_layers, ahead) + outside
     head = places.last * workload.vocab * workload.hidden / tensor
     # Until a pipeline's last micro-batch whole gradients are summed, in 32 bits.
     whole = np.where(piped, 4.0 * (stage_layers + outside), half * (unit + head))
     # Below stage 3 gradients are whole, and counted, anyway.
-    whole = trained * np.where(stage >= 3, whole, 0.0)
-    backward = half * blocks + whole
+    sharded = layouts["zero_stage"] >= 3
+    whole = trained * np.where(sharded, whole, 0.0)
+    backward = half * (np.where(piped, stage_layers, ahead) + outside) + whole
     loss = half * (np.where(piped, stage_layers, unit) + outside) + np.where(piped, whole, 0.0)
-    on = (stage >= 3) | moved
+    on = sharded | (layouts["parameter_offload"] > 0)
     return np.where(on, backward, 0.0), np.where(on, loss, 0.0)
 
 

@@ -99,15 +99,12 @@ def plan(
 
     Raises ``UsageError`` or ``UnreadableInput`` in one line: which constraint failed, and the nearest layout that works.
     """
-    if top < 1:
-        raise UsageError(f"top must be at least 1, not {top}")
-    if price is not None and tokens is None:
-        raise UsageError("a price needs the tokens to train on: tokens=15e12, or --tokens 15T")
-    devices_of = _cluster(cluster, devices)
+    _refuse(top, tokens, price)
+    hardware = _cluster(cluster, devices)
     problem = Problem.of(
         _workload(model, sequence),
-        devices_of,
-        _stack(stack, devices_of),
+        hardware,
+        _stack(stack, hardware),
         global_batch=global_batch,
         headroom=memory_headroom,
         pins=parse_pins(_pin_words(pins)),
@@ -116,6 +113,14 @@ def plan(
     searcher, found = _searched(problem, max(top, SIMULATED))
     variation = _variation(problem, 1.0)
     return _Writer(searcher, Predictor(problem, tokens, price, variation)).plan(found, top, largest)
+
+
+def _refuse(top: int, tokens: float | None, price: float | None) -> None:
+    """Before anything is read. Raises ``UsageError`` for a report that nobody can write."""
+    if top < 1:
+        raise UsageError(f"top must be at least 1, not {top}")
+    if price is not None and tokens is None:
+        raise UsageError("a price needs the tokens to train on: tokens=15e12, or --tokens 15T")
 
 
 def _searched(problem: Problem, count: int) -> tuple[Searcher, Found]:

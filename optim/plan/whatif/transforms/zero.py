@@ -39,12 +39,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     stage = change.config.zero.stage
     if stage == 0:
         return graph
-    require_operators(graph.basis, KEYS[0])
-    require_exchange(graph, KEYS[0])
-    require_plain(graph, KEYS[0])
-    require_no_pipeline(graph, KEYS[0])
-    if not change.times:
-        raise UsageError("zero.stage: this machine is not calibrated: run trine hardware --calibrate")
+    _require(graph, change)
     gather = change.times.link("all_gather").among(graph.world)
     scatter = change.times.link("reduce_scatter").among(graph.world) if stage > 1 else gather
     if int(graph.facts.get("hosts") or 1) > 1:
@@ -67,13 +62,21 @@ def apply(graph: Graph, change: Change) -> Graph:
         tasks = _on_shards(step.tasks, graph.world, pace)
         if stage == 1:
             return _gathered_after(tasks, gather, pace)
-        if change.config.zero.reshard_after_forward is True and stage == 2:
-            raise UsageError(
-                "zero.stage = 2 keeps parameters from forward to backward: that is zero.stage = 3"
-            )
         return _block_by_block(replace(step, tasks=tuple(tasks)), gather, scatter, again, beside, pace)
 
     return mapped(graph, changed)
+
+
+def _require(graph: Graph, change: Change) -> None:
+    """Raises ``UsageError`` where nothing can be said of shards."""
+    require_operators(graph.basis, KEYS[0])
+    require_exchange(graph, KEYS[0])
+    require_plain(graph, KEYS[0])
+    require_no_pipeline(graph, KEYS[0])
+    if not change.times:
+        raise UsageError("zero.stage: this machine is not calibrated: run trine hardware --calibrate")
+    if change.config.zero.stage == 2 and change.config.zero.reshard_after_forward is True:
+        raise UsageError("zero.stage = 2 keeps parameters from forward to backward: that is zero.stage = 3")
 
 
 def _on_shards(tasks: tuple[Task, ...], ranks: int, pace: Pace) -> list[Task]:
