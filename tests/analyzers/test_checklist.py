@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis_builders import GIB, MS, build, rank_result, steps_table
+from analysis_builders import GIB, MS, build, communication, rank_result, steps_table
 
 import trine
 from trine.analyzers.diagnose import diagnose
@@ -55,6 +55,46 @@ def test_bubble_beyond_the_schedules_own_is_no_balance(data: Path) -> None:
     assert balance(bubble_ratio=0.45).state == "fail"
     assert balance(bubble_ratio=0.08, ideal_ratio=None).state == "pass"
     assert balance(bubble_ratio=0.2, ideal_ratio=None).state == "fail"
+
+
+def test_the_list_agrees_with_a_verdict_that_found_no_fault(data: Path) -> None:
+    """On CPUs transfers take the cores that compute, so a fault of them, and imbalance, begin later."""
+    analysis = trine.analyze(trine.load(data / "traces" / "kineto" / "gloo_ddp4_cpu"))
+    assert analysis.verdict.sentence.startswith("No fault found")
+    balance = {item.id: item for item in analysis.checklist}["balance"]
+    assert balance.evidence == "23 % of the step is exposed communication (balance up to 25 %)"
+    assert (balance.state, balance.next) == ("pass", "Go on to scaling.")
+    assert not any("faults above" in item.next for item in analysis.checklist)
+
+
+def exchanging(share: float, device: str, wait_share: float = 0.5) -> trine.Analysis:
+    """Two ranks that leave ``share`` of each step in communication that nothing hides, this much of it waiting."""
+    rest = 1 - share - 0.05
+    phases = {"forward": rest / 3, "backward": 2 * rest / 3, "exposed_communication": share}
+    waited = communication(
+        transfer_ns=round(100 * MS * (1 - wait_share)), wait_ns=round(100 * MS * wait_share)
+    )
+    metadata = {"device": {"type": device, "name": "Device", "count": 2}}
+    ranks = [rank_result(r, steps=steps_table(phases), part=waited, metadata=metadata) for r in (0, 1)]
+    return build(ranks, hardware=Hardware("Device", 2))
+
+
+def test_out_of_balance_without_a_fault_says_where_to_look() -> None:
+    """16 % exposed, half of it waiting: neither half is a fault of an accelerator, the whole is no balance."""
+    diagnosis = diagnose(exchanging(0.16, "cuda"))
+    assert not [finding for finding in diagnosis.findings if finding.kind == "fault"]
+    balance = {item.id: item for item in diagnosis.checklist}["balance"]
+    assert balance.state == "fail"
+    assert balance.next.startswith("No fault by itself: which collectives take that time")
+
+
+def test_out_of_balance_with_a_fault_says_to_mend_it() -> None:
+    diagnosis = diagnose(exchanging(0.4, "cuda", wait_share=0.1))
+    assert [finding.id for finding in diagnosis.findings if finding.kind == "fault"] == [
+        "exposed-communication"
+    ]
+    balance = {item.id: item for item in diagnosis.checklist}["balance"]
+    assert (balance.state, balance.next) == ("fail", "Mend the faults above, the largest first.")
 
 
 def test_mfu_is_explained_by_kernels(data: Path) -> None:
