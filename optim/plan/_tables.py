@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import json
 import tomllib
@@ -13,7 +14,7 @@ from typing import Any
 
 from trine.record.errors import UnreadableInput, UsageError
 
-__all__ = ["check_keys", "near", "packaged", "read_json", "read_toml", "text_of"]
+__all__ = ["check_keys", "near", "packaged", "packaged_rows", "read_json", "read_toml", "text_of"]
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -49,6 +50,12 @@ def text_of(path: Path, what: str) -> str:
 def packaged(name: str) -> Mapping[str, Mapping[str, Any]]:
     """The tables of a TOML file that lies beside this one."""
     return tomllib.loads(files("trine.optim.plan").joinpath(name).read_text(encoding="utf-8"))
+
+
+def packaged_rows(name: str) -> list[dict[str, str]]:
+    """The rows of a CSV file that lies beside this one, without its comments."""
+    text = files("trine.optim.plan").joinpath(name).read_text(encoding="utf-8")
+    return list(csv.DictReader(line for line in text.splitlines() if line and not line.startswith("#")))
 
 
 def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:

@@ -7,14 +7,13 @@ devices are usually wired; ``matmul_rates.csv`` says what matrix products were s
 
 from __future__ import annotations
 
-import csv
 import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 
+from trine.optim.plan._tables import packaged_rows
 from trine.optim.plan.cluster import Device
 from trine.record.errors import UsageError
 from trine.record.hardware import Peaks, all_peaks, calibrated, peaks_of
@@ -159,18 +158,13 @@ def _table() -> tuple[DeviceFacts, ...]:
             node=int(row["node"]),
             source=row["source"],
         )
-        for row in _rows("devices.csv")
+        for row in packaged_rows("devices.csv")
     )
 
 
 @lru_cache(maxsize=1)
 def _matmul_rates() -> Mapping[str, Mapping[str, float]]:
     rates: dict[str, dict[str, float]] = {}
-    for row in _rows("matmul_rates.csv"):
+    for row in packaged_rows("matmul_rates.csv"):
         rates.setdefault(row["device"], {})[row["precision"]] = float(row["tflops"]) * 1e12
     return rates
-
-
-def _rows(name: str) -> list[dict[str, str]]:
-    text = files("trine.optim.plan").joinpath(name).read_text(encoding="utf-8")
-    return list(csv.DictReader(line for line in text.splitlines() if line and not line.startswith("#")))

@@ -11,15 +11,14 @@ too. What is not here: an error of the predicted step itself.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 
 import numpy as np
 import numpy.typing as npt
 
+from trine.optim.plan._tables import packaged_rows
 from trine.optim.plan.nccl import Floats
 from trine.record.errors import UsageError
 
@@ -76,20 +75,17 @@ class MeasuredSteps:
 @lru_cache(maxsize=1)
 def measured() -> tuple[MeasuredSteps, ...]:
     """The package's: all rows of ``jitter.csv``."""
-    with files("trine.optim.plan").joinpath("jitter.csv").open("r", encoding="utf-8") as file:
-        return tuple(
-            MeasuredSteps(
-                devices=int(row["devices"]),
-                family=row["family"],
-                steps=int(row["steps"]),
-                source=row["source"],
-                **{
-                    name: float(row[name])
-                    for name in ("median_s", "minimum", "p5", "mean", "p95", "p99", "maximum")
-                },
-            )
-            for row in csv.DictReader(file)
+    quantiles = ("median_s", "minimum", "p5", "mean", "p95", "p99", "maximum")
+    return tuple(
+        MeasuredSteps(
+            devices=int(row["devices"]),
+            family=row["family"],
+            steps=int(row["steps"]),
+            source=row["source"],
+            **{name: float(row[name]) for name in quantiles},
         )
+        for row in packaged_rows("jitter.csv")
+    )
 
 
 @dataclass(frozen=True, slots=True)

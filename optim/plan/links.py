@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from trine.optim.plan.bridges import bridge_of
 from trine.optim.plan.cluster import Device, Link
 from trine.optim.plan.devices import facts_of
 from trine.optim.plan.units import Bandwidth
@@ -98,6 +99,11 @@ def link_of(
     usual = _usual(device, between)
     kind = next((kind for pattern, kind in _KINDS if re.search(pattern, text, re.IGNORECASE)), None)
     bandwidth = _bandwidth_of(text, device, devices_per_node, between)
+    bridge = bridge_of(device) if device is not None and kind == "nvlink" and not between else None
+    if bridge is not None and not _rates(text, between):
+        # Of a card's NVLinks a bridge joins some: its rate is no generation's.
+        note = f"{text!r} says no rate: a bridge's {bridge.bandwidth} a device taken ({bridge.source})"
+        return Link(bridge.bandwidth, kind or "nvlink", False, note)
     note = ""
     if bandwidth is None:
         if kind is None:
@@ -106,10 +112,8 @@ def link_of(
             )
         if usual is None or device is None:
             raise UsageError(f'{text!r} says no rate: add one with its unit, as in "{text} 400Gb/s"')
-        # "NVLink" of a card that usually talks to a node over PCIe: what its own links give.
-        others = kind != usual.kind and device.link is not None and not between
-        bandwidth = device.link if others and device.link is not None else usual.bandwidth
-        note = f"{text!r} says no rate: {bandwidth} a device taken, as {device.name} {'has' if others else 'usually has'}"
+        bandwidth = usual.bandwidth
+        note = f"{text!r} says no rate: {bandwidth} a device taken, as {device.name} usually has"
     if kind is None:
         kind = usual.kind if usual is not None else "infiniband" if between else "nvlink"
     in_switch = bool(_REDUCES.search(text)) or (usual is not None and usual.in_switch and usual.kind == kind)
@@ -171,13 +175,15 @@ def _bandwidth_of(
 
 
 def _one_way(text: str, bytes_per_s: float, device: Device | None) -> float:
-    """Half of an NVLink's rate where it is twice what its generation has: datasheets add both directions up."""
+    """Half of an NVLink's rate where it is twice what its bridge, generation or device has: datasheets add both directions up."""
     if "nvlink" not in text.lower():
         return bytes_per_s
+    bridge = bridge_of(device) if device is not None else None
     generation = next(
         (rate for pattern, rate in _GENERATIONS if re.search(pattern, text, re.IGNORECASE)), None
     )
-    known = generation or (device.link.bytes_per_s if device is not None and device.link is not None else 0.0)
+    own = device.link.bytes_per_s if device is not None and device.link is not None else 0.0
+    known = bridge.bandwidth.bytes_per_s if bridge is not None else generation or own
     return bytes_per_s / 2 if known and abs(bytes_per_s / known - 2) < 0.01 else bytes_per_s
 
 

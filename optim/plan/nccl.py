@@ -10,15 +10,15 @@ Everything here is in seconds and bytes a second, and broadcasts over arrays: ``
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.resources import files
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from trine.optim.plan._tables import packaged_rows
 
 __all__ = [
     "PROTOCOLS",
@@ -62,14 +62,13 @@ _SCALES = {"us": 1e-6, "GB/s": 1e9, "count": 1.0, "fraction": 1.0}
 @lru_cache(maxsize=1)
 def _constants() -> Mapping[tuple[str, str, str], Mapping[str, float]]:
     """(constant, where, algorithm) → protocol → value, in seconds and bytes a second."""
-    with files("trine.optim.plan").joinpath("nccl.csv").open("r", encoding="utf-8") as file:
-        return {
-            (row["constant"], row["where"], row["algorithm"]): {
-                protocol: float(row[protocol]) * _SCALES[row["unit"]] if row[protocol] else math.nan
-                for protocol in PROTOCOLS
-            }
-            for row in csv.DictReader(file)
+    return {
+        (row["constant"], row["where"], row["algorithm"]): {
+            protocol: float(row[protocol]) * _SCALES[row["unit"]] if row[protocol] else math.nan
+            for protocol in PROTOCOLS
         }
+        for row in packaged_rows("nccl.csv")
+    }
 
 
 def _value(constant: str, where: str, algorithm: str, protocol: Protocol) -> float:

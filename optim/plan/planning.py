@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from trine.optim.plan.alternatives import Alternative, alternatives
+from trine.optim.plan.bridges import bridge_words
 from trine.optim.plan.busier import Busier, busier
 from trine.optim.plan.candidates import CONVENTION, SIMULATED, Candidate, Predictor
 from trine.optim.plan.cluster import Cluster
@@ -277,6 +278,8 @@ class _Writer:
     def _assumptions(self, best: Candidate) -> tuple[str, ...]:
         problem = self.problem
         found = [f"{what}: {source}" for what, source in self._constants()]
+        if (bridges := bridge_words(problem.cluster)) is not None:
+            found.append(bridges)
         family = problem.cluster.device.family
         if "(" in problem.stack.provenance and family not in problem.stack.provenance:
             found.append(
