@@ -52,7 +52,7 @@ def test_the_examples_say_what_they_say() -> None:
 
 
 def test_the_files_on_the_page_are_read() -> None:
-    model, cluster, device = (
+    model, cluster, device, pair = (
         tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     )
     assert workload_from_table(model, "m", "m").layers == 48
@@ -61,3 +61,5 @@ def test_the_files_on_the_page_are_read() -> None:
     for table in (device["device"], whole):
         found = cluster_from_table({"device": table, "devices_per_node": 1}, "c", "c").device
         assert (found.name, found.peak("bf16")) == ("ours", pytest.approx(835e12))
+    bridged = cluster_from_table(pair, "c", "c").inside
+    assert bridged is not None and (bridged.kind, str(bridged.bandwidth)) == ("nvlink", "300 GB/s")
