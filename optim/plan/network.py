@@ -29,7 +29,8 @@ class LinkConstants:
     last receive cost beyond the steps between, since nothing runs beside them (of an all-reduce, 2(n − 1) steps).
     ``all_to_all_efficiency``: of the bus, when every rank sends to every other. ``switch_fill_bytes``: of the traffic
     through a switch that reduces, what passes before its steps overlap. ``hop_s``: α of one step of a ring, for libraries
-    that are not NCCL; None: NCCL's own. Raises ``UsageError``.
+    that are not NCCL; None: NCCL's own. ``source`` is the bandwidth's, and the latencies' where ``latency_source`` names no other.
+    Raises ``UsageError``.
     """
 
     bandwidth_efficiency: float
@@ -40,6 +41,7 @@ class LinkConstants:
     switch_fill_bytes: float = 0.0
     hop_s: float | None = None
     source: str = ""
+    latency_source: str = ""
 
     def __post_init__(self) -> None:
         for name in ("bandwidth_efficiency", "all_to_all_efficiency"):
@@ -54,7 +56,8 @@ class LinkConstants:
 
 _FITTED = "fitted by benchmarks/planner_collectives.py on published nccl-tests logs"
 _ASSUMED = "assumed: no measurement of this kind of link is at hand"
-_MAINTAINERS = "NVIDIA/nccl-tests#290 and #267, NVIDIA/nccl#689: what tuned nodes reach an adapter; latencies as infiniband's"
+_MAINTAINERS = "NVIDIA/nccl-tests#290 and #267, NVIDIA/nccl#689: what tuned nodes reach an adapter"
+_AS_INFINIBAND = "infiniband's, carried over"
 #: By :attr:`Link.kind`, or by kind/family where generations differ. A fitted file (``constants.toml``) may say otherwise.
 LINK_CONSTANTS: Mapping[str, LinkConstants] = {
     "nvlink": LinkConstants(
@@ -66,22 +69,36 @@ LINK_CONSTANTS: Mapping[str, LinkConstants] = {
         0.79, start_factor=0.77, switch_fill_bytes=20e6, source="as Hopper's; no log is at hand"
     ),
     "xgmi": LinkConstants(
-        0.72, 1.6, 1.6, source="ROCm's all-reduce of 4 GB on 2 and 8 MI300X (stas00/ml-engineering, network)"
+        0.72,
+        1.6,
+        1.6,
+        source="ROCm's all-reduce of 4 GB on 2 and 8 MI300X (stas00/ml-engineering, network)",
+        latency_source=_ASSUMED,
     ),
     "pcie": LinkConstants(0.75, 1.6, 1.6, source=_ASSUMED),
     "infiniband": LinkConstants(
-        0.9, 1.65, source=_MAINTAINERS + ", which are fitted; a cloud's A100 nodes logged 0.66"
+        0.9, 1.65, source=_MAINTAINERS + "; a cloud's A100 nodes logged 0.66", latency_source=_FITTED
     ),
-    "roce": LinkConstants(0.9, 1.65, source=_MAINTAINERS),
+    "roce": LinkConstants(0.9, 1.65, source=_MAINTAINERS, latency_source=_AS_INFINIBAND),
     "efa": LinkConstants(
-        0.8, 2.5, source="two p5.48xlarge, all-reduce of 2 GiB (aws-samples/aws-do-eks, nccl-tests)"
+        0.8,
+        2.5,
+        source="two p5.48xlarge, all-reduce of 2 GiB (aws-samples/aws-do-eks, nccl-tests)",
+        latency_source="as two p6-b200 logged (dstackai/dstack#3961, up to 256 B); two p4d of 2021 logged three times as much "
+        "(aws-samples/aws-efa-eks)",
     ),
-    "omnipath": LinkConstants(0.8, 1.65, source=_ASSUMED),
-    "ethernet": LinkConstants(0.6, 4.0, source=_ASSUMED),
+    "omnipath": LinkConstants(0.8, 1.65, source=_ASSUMED, latency_source=_AS_INFINIBAND),
+    "ethernet": LinkConstants(
+        0.6,
+        4.0,
+        source=_ASSUMED,
+        latency_source="as two a3-megagpu-8g logged over GPUDirect-TCPXO, 64 KB to 1 MB (lessizzmore/create-a3mega-ztan-fork)",
+    ),
     "shared-memory": LinkConstants(0.8, hop_s=60e-6, source=_ASSUMED),
     "ici": LinkConstants(0.8, hop_s=2e-6, source=_ASSUMED),
     "neuronlink": LinkConstants(0.8, hop_s=10e-6, source=_ASSUMED),
 }
+_LATENCIES = frozenset(("latency_factor", "start_factor", "turn_share", "hop_s"))
 
 #: NVLink lanes of a DGX-1 that rings over the first n devices use, of six (its hybrid cube mesh: NVIDIA, DGX-1 with Tesla
 #: V100 system architecture, 2017): a Hamiltonian cycle of its links is two rings. Five devices have none.
@@ -92,7 +109,15 @@ def _with_measured(constants: LinkConstants, link: Link | None) -> LinkConstants
     """The kind's constants, and before them those that were measured on this very link."""
     names = {each.name for each in fields(LinkConstants)}
     measured = {name: value for name, value in (link.constants if link else {}).items() if name in names}
-    return replace(constants, **measured, source=link.note) if link is not None and measured else constants
+    if link is None or not measured:
+        return constants
+    kept = constants.latency_source or constants.source
+    return replace(
+        constants,
+        **measured,
+        source=link.note,
+        latency_source=link.note if _LATENCIES & measured.keys() else kept,
+    )
 
 
 @dataclass(frozen=True, slots=True)

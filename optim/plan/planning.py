@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from trine.optim.plan.alternatives import Alternative, alternatives
-from trine.optim.plan.bridges import bridge_words
+from trine.optim.plan.assumptions import assumptions_of, unfitted_of
 from trine.optim.plan.busier import Busier, busier
 from trine.optim.plan.candidates import CONVENTION, SIMULATED, Candidate, Predictor
 from trine.optim.plan.cluster import Cluster
 from trine.optim.plan.cluster_files import cluster_of, sized
-from trine.optim.plan.constants import Stack, device_constants, network_constants, stack_named
+from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.jitter import Interval, interval
 from trine.optim.plan.layouts import OFFLOADED, Layouts
 from trine.optim.plan.limits import Limits, limits_of, limits_of_any
@@ -202,8 +202,8 @@ class _Writer:
             largest=limits_of_any(self.searcher) if largest else None,
             busier=busier(self.problem, best.layout, best.parts_s),
             jitter=_variation(self.problem, best.step.value),
-            assumptions=self._assumptions(best),
-            unfitted=self._unfitted(),
+            assumptions=assumptions_of(self.problem, best),
+            unfitted=unfitted_of(self.problem),
             tally=self.searcher.tally,
         )
 
@@ -250,68 +250,6 @@ class _Writer:
             for position, count in Counter(more.argmax(axis=0)[slower].tolist()).items():
                 counts[part_words(names[position])] = count
         return {name: count for name, count in counts.most_common() if count}
-
-    def _constants(self) -> list[tuple[str, str]]:
-        """What constants the plan rests on, and where they come from."""
-        problem, cluster = self.problem, self.problem.cluster
-        device = cluster.device
-        own = "measured on this machine" if device.constants else device_constants(device.family).provenance
-        found = [
-            (f"software {problem.stack.name}", problem.stack.provenance),
-            (f"device family {device.family}", own),
-        ]
-        links = {
-            "inside a node": cluster.inside,
-            "between nodes": cluster.between if cluster.nodes > 1 else None,
-        }
-        for where, link in links.items():
-            if link is not None:
-                note = f", {link.note}" if link.note else ""
-                measured = (
-                    "measured on this machine" if link.constants else network_constants(link.kind).provenance
-                )
-                found.append(
-                    (f"{where} {link.kind} at {link.bandwidth} a device and direction{note}", measured)
-                )
-        return [(what, source or "starting values") for what, source in found]
-
-    def _assumptions(self, best: Candidate) -> tuple[str, ...]:
-        problem = self.problem
-        found = [f"{what}: {source}" for what, source in self._constants()]
-        if (bridges := bridge_words(problem.cluster)) is not None:
-            found.append(bridges)
-        family = problem.cluster.device.family
-        if "(" in problem.stack.provenance and family not in problem.stack.provenance:
-            found.append(
-                f"no run that {problem.stack.name} was fitted on is of {family}: its constants are carried over from others"
-            )
-        found.append(
-            f"another software than {problem.stack.name} may differ by a quarter and more on the same layout"
-        )
-        if problem.batch_is_usual:
-            found.append(
-                f"global batch {problem.global_batch}: nobody said, so about 4 Mi tokens; --global-batch"
-            )
-        if problem.workload.is_mixture and problem.workload.load_imbalance == 1:
-            found.append(
-                "experts get equally many tokens: nobody said by how much the busiest has more; load_imbalance"
-            )
-        numbers = [name for name in ("precision", "compression") if name in problem.searched]
-        if numbers:
-            found.append(
-                f"{' and '.join(numbers)} searched for time and memory: what other numbers do to the loss is not known"
-            )
-        if best.beyond:
-            found.append(
-                f"{problem.stack.name} does not offer {', '.join(best.beyond)}: planned because it is asked for"
-            )
-        return tuple(found)
-
-    def _unfitted(self) -> tuple[str, ...]:
-        known = ("fitted on", "measured on")
-        return tuple(
-            f"{what}: {source}" for what, source in self._constants() if not source.startswith(known)
-        )
 
 
 def _row_layouts(row: Mapping[str, int | str]) -> Layouts:

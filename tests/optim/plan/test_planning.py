@@ -12,7 +12,6 @@ from hypothesis import strategies as some
 from plan_problems import DENSE, MIXTURE, cluster, problem
 
 import trine
-from trine.optim.plan.cluster_files import cluster_of
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.limits import limits_of
 from trine.optim.plan.memory import memory_of
@@ -281,19 +280,6 @@ def test_constants_that_no_run_was_fitted_on_are_a_warning(tight: Plan) -> None:
     assert len(found.unfitted) == 2 and all(text in found.assumptions for text in found.unfitted)
     warned = [each for each in plan_to_dict(found)["data_quality"] if each["severity"] == "warning"]
     assert [each["id"] for each in warned] == ["not-fitted", "not-fitted"]
-
-
-@pytest.mark.parametrize(("device", "carried"), [("dgx-a100-80", True), ("dgx-h100", False)])
-def test_constants_from_other_families_and_even_experts_are_told(device: str, carried: bool) -> None:
-    dense, mixture = (
-        plan(model, cluster_of(device, devices=8), global_batch=16, stack="megatron-core").assumptions
-        for model in (DENSE, MIXTURE)
-    )
-    assert any("carried over from others" in text for text in dense) == carried
-    assert [any("experts get equally many tokens" in text for text in each) for each in (dense, mixture)] == [
-        False,
-        True,
-    ]
 
 
 def test_what_the_json_lacks_has_a_reason() -> None:

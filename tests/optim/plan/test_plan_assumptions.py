@@ -1,0 +1,88 @@
+"""What a plan says that it rests on: where constants and latencies come from, and what nobody said."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from plan_problems import DENSE, MIXTURE
+
+from trine.optim.plan.cluster import Cluster, Link
+from trine.optim.plan.cluster_files import cluster_of
+from trine.optim.plan.collectives import LINK_CONSTANTS, Network, all_reduce_s
+from trine.optim.plan.planning import plan
+from trine.optim.plan.units import Bandwidth
+
+
+@pytest.mark.parametrize(("device", "carried"), [("dgx-a100-80", True), ("dgx-h100", False)])
+def test_constants_from_other_families_and_even_experts_are_told(device: str, carried: bool) -> None:
+    dense, mixture = (
+        plan(model, cluster_of(device, devices=8), global_batch=16, stack="megatron-core").assumptions
+        for model in (DENSE, MIXTURE)
+    )
+    assert any("carried over from others" in text for text in dense) == carried
+    assert [any("experts get equally many tokens" in text for text in each) for each in (dense, mixture)] == [
+        False,
+        True,
+    ]
+
+
+def latencies(cluster: Cluster) -> list[str]:
+    found = plan(DENSE, cluster, global_batch=16, stack="megatron-core", top=1, pins=["recompute=none"])
+    return [text for text in found.assumptions if text.startswith("collectives ")]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("dgx-a100-80", []),
+        ("dgx-h100", []),
+        ("aws-p5", ["between nodes over efa"]),
+        ("gcp-a3", ["between nodes over ethernet"]),
+        ("grand-teton-h100", ["between nodes over roce"]),
+        ("jean-zay-a100", ["between nodes over omnipath"]),
+        ("mi300x", ["inside a node over xgmi", "between nodes over roce"]),
+        ("tpu-v5p", ["inside a node over ici", "between nodes over ici"]),
+    ],
+)
+def test_latencies_without_logs_of_their_own_are_told(name: str, told: list[str]) -> None:
+    one = cluster_of(name)
+    lines = latencies(one.with_changes(nodes=2))
+    assert [
+        line.partition("collectives ")[2].partition(" start")[0].partition(" take")[0] for line in lines
+    ] == told
+    assert all(len(line.partition(": ")[2]) > 15 for line in lines)
+    assert len(latencies(one)) == sum("inside" in each for each in told)
+
+
+def test_latencies_that_were_measured_on_the_link_need_no_word() -> None:
+    one = cluster_of("mi300x")
+    assert one.inside is not None
+    measured = Link(
+        one.inside.bandwidth, "xgmi", note="measured between 8 ranks", constants={"start_factor": 1.0}
+    )
+    assert latencies(one.with_changes(inside=measured)) == []
+    bandwidth = Link(measured.bandwidth, "xgmi", note=measured.note, constants={"bandwidth_efficiency": 1.0})
+    assert len(latencies(one.with_changes(inside=bandwidth))) == 1
+
+
+def test_what_is_infinibands_is_as_infinibands() -> None:
+    for kind in ("roce", "omnipath"):
+        found = LINK_CONSTANTS[kind]
+        assert "infiniband's" in found.latency_source
+        assert found.latency_factor == LINK_CONSTANTS["infiniband"].latency_factor
+
+
+#: Logs of nccl-tests, an all-reduce of 16 devices on two nodes: bytes and microseconds, of the sources that the constants name.
+LOGGED = {
+    "efa": ("b200", 400, {8: 50.6, 64: 55.6, 256: 57.1}, 1.1),
+    "ethernet": ("gcp-a3", 200, {2**16: 159.4, 2**17: 159.3, 2**18: 167.1, 2**19: 174.2, 2**20: 203.2}, 1.35),
+}
+
+
+@pytest.mark.parametrize("kind", LOGGED)
+def test_small_all_reduces_over_efa_and_ethernet_take_what_was_logged(kind: str) -> None:
+    name, gigabits_per_s, logged, most = LOGGED[kind]
+    between = Link(Bandwidth.gigabits_per_s(gigabits_per_s), kind=kind)
+    network = Network.of(cluster_of(name, devices=16).with_changes(between=between))
+    found = all_reduce_s(network, np.asarray([*logged], dtype=float), 16, 8) * 1e6
+    assert (np.abs(np.log(found / [*logged.values()])) < np.log(most)).all()
