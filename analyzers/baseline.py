@@ -22,9 +22,12 @@ import msgspec
 from trine.analyzers.run_facts import RunFacts, lighter
 from trine.record.errors import NotComparable, UnreadableInput, UsageError
 
-__all__ = ["SCHEMA", "Baseline", "is_baseline", "read_baseline", "write_baseline"]
+__all__ = ["SCHEMA", "Baseline", "is_baseline", "other_json", "read_baseline", "write_baseline"]
 
 SCHEMA = "trine.baseline/1"
+
+#: A larger file is no baseline that somebody wrote otherwise: step times of years would fit.
+_MOST_JSON_BYTES = 64 << 20
 
 #: Kernels and operators that a baseline keeps: it lies in a repository.
 MOST_NAMES = 40
@@ -49,6 +52,19 @@ def is_baseline(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return b'"trine.baseline/' in file.read(4096)
+
+
+def other_json(path: Path) -> str | None:
+    """What a JSON file that holds neither runs nor a trace is, in words; None of a file that is no whole JSON document,
+    or too large for one that was meant as a baseline."""
+    if not path.is_file() or path.stat().st_size > _MOST_JSON_BYTES:
+        return None
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    schema = document.get("schema") if isinstance(document, dict) else None
+    return f"a document of the schema {schema[:40]!r}" if isinstance(schema, str) else "other JSON"
 
 
 def read_baseline(path: Path) -> Baseline:

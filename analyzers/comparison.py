@@ -15,11 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trine.analyzers.difference import RunDifference, differ, mean_parts
+from trine.analyzers._comparison_notes import notes_of, repeated_runs
+from trine.analyzers.causes import Cause, causes_of, wholes_of
+from trine.analyzers.difference import RunDifference, differ
 from trine.analyzers.finding_changes import FindingChange, finding_changes
-from trine.analyzers.run_facts import METRICS, Part, RunFacts
+from trine.analyzers.flaws import RunFlaw, flaws_of_runs
+from trine.analyzers.run_facts import METRICS, RunFacts
 from trine.analyzers.statistics import MINIMUM_EFFECT, Ratio, bootstrap_median, ratio_of_medians
-from trine.analyzers.units import duration
 from trine.record.errors import NotComparable, UsageError
 
 __all__ = [
@@ -39,11 +41,6 @@ MINIMUM_STEPS = 6
 
 #: Endings that say what a file is, not which.
 _ENDINGS = re.compile(r"(?:\.(?:pt|trace|json|gz|gzip|sqlite|tar|tgz))+$")
-
-#: Causes below this share of the second side's step are left out: nobody acts on them.
-_SMALLEST_CAUSE = 0.005
-#: Traced steps whose change differs from that of all steady steps by more than this share of a step are no image of them.
-_UNTYPICAL = 0.05
 
 Verdict = Literal["regression", "improvement", "no change", "inconclusive", "one run", "not judged"]
 
@@ -100,31 +97,11 @@ class MetricChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
-    """A part of the step on both sides, mean ns a step and rank; 0 where a side has no such part.
-
-    ``share`` is the change over the second side's mean step: how much of a slow-down this part is.
-    """
-
-    kind: str
-    name: str
-    first_ns: float
-    second_ns: float
-    share: float
-    first_calls: float | None = None
-    second_calls: float | None = None
-
-    @property
-    def change_ns(self) -> float:
-        """First less second."""
-        return self.first_ns - self.second_ns
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
-    """The whole answer. ``causes`` are ordered by size within each kind; kinds overlap each other.
-    ``step_time`` is None where traces hold too few steps for a verdict; ``difference`` says what changed;
-    ``findings`` is None where a side's are not known."""
+    """The whole answer. ``causes`` are ordered by size within each kind; kinds overlap each other. ``wholes`` are
+    what phases and breakdown divide. ``step_time`` is None where traces hold too few steps for a verdict;
+    ``difference`` says what changed; ``findings`` is None where a side's are not known. ``quality`` is what is wrong
+    with the data of a run, ``repeated`` the runs of the first side that stand on the second too."""
 
     first: Side
     second: Side
@@ -132,11 +109,14 @@ class Comparison:
     verdict: Verdict
     metrics: tuple[MetricChange, ...]
     causes: tuple[Cause, ...]
+    wholes: tuple[Cause, ...]
     environment: tuple[Difference, ...]
     configuration: tuple[Difference, ...]
     notes: tuple[str, ...]
     difference: RunDifference
     findings: tuple[FindingChange, ...] | None = None
+    quality: tuple[RunFlaw, ...] = ()
+    repeated: tuple[str, ...] = ()
 
 
 def compare(
@@ -187,16 +167,15 @@ def compare(
         step_time=ratio,
         verdict="not judged" if ratio is None else _verdict(ratio),
         metrics=_metric_changes(first, second),
-        causes=_causes(first, second) if ratio is not None else (),
+        causes=causes_of(first, second) if ratio is not None else (),
+        wholes=wholes_of(first, second) if ratio is not None else (),
         environment=environment,
         configuration=_configuration_differences(first, second),
-        notes=(
-            *_notes(first, second, ratio, minimum_steps),
-            *_untypical_windows(first, second, difference),
-            *difference.notes,
-        ),
+        notes=notes_of(first, second, ratio, difference, minimum_steps),
         difference=difference,
         findings=finding_changes(first, second),
+        quality=flaws_of_runs((*first, *second)),
+        repeated=repeated_runs(first, second),
     )
 
 
@@ -239,8 +218,11 @@ def _side(runs: Sequence[RunFacts], confidence: float, label: str) -> Side:
 
 
 def _labels(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
-    """What tells the sides apart: the shortest tail of their paths that does, less what both have in common."""
+    """What tells the sides apart: the shortest tail of their paths that does, less what both have in common; where
+    none does (CI records every run into one folder), new and old."""
     labels = _label(first, second), _label(second, first)
+    if labels[0] == labels[1]:
+        return "new", "old"
     start = _shared(*labels)
     end = _shared(labels[0][start:][::-1], labels[1][start:][::-1])
     rest = tuple(label[start : len(label) - end].rstrip("_-./ ") for label in labels)
@@ -341,7 +323,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# --- metrics and causes ------------------------------------------------------------------------
+# --- metrics -------------------------------------------------------------------------------------
 
 
 def _metric_changes(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tuple[MetricChange, ...]:
@@ -357,81 +339,3 @@ def _metric_changes(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tu
         medians = float(np.median(new)), float(np.median(old))
         changes.append(MetricChange(name, *medians, new, old, more_is_better, apart and several))
     return tuple(changes)
-
-
-def _causes(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> tuple[Cause, ...]:
-    means = [mean_parts(side) for side in (first, second)]
-    kinds = [{kind for kind, _ in parts} for parts in means]
-    step = float(np.mean([np.mean(run.step_ns) for run in second]))
-    causes = []
-    for key in dict.fromkeys([*means[0], *means[1]]):
-        if key[0] not in kinds[0] & kinds[1]:  # one side never looked: no change can be said
-            continue
-        nothing = Part(*key, ns=0.0)
-        new, old = means[0].get(key, nothing), means[1].get(key, nothing)
-        share = (new.ns - old.ns) / step
-        if abs(share) >= _SMALLEST_CAUSE:
-            causes.append(Cause(*key, new.ns, old.ns, share, new.calls, old.calls))
-    order = ("phase", "breakdown", "idle", "collective", "kernel", "operator")
-    return tuple(sorted(causes, key=lambda cause: (order.index(cause.kind), -abs(cause.share))))
-
-
-def _notes(
-    first: Sequence[RunFacts], second: Sequence[RunFacts], ratio: Ratio | None, minimum_steps: int
-) -> tuple[str, ...]:
-    notes = []
-    if ratio is None:
-        short = min((*first, *second), key=lambda run: len(run.step_ns))
-        steps = len(short.step_ns)
-        held = f"{steps} steady step{'s' if steps > 1 else ''}" if steps else "no steps that can be timed"
-        notes.append(
-            f"{PurePath(short.source).name or short.source} holds {held}, and a verdict needs {max(minimum_steps, 1)}: what changed is shown,"
-            " and whether it is more than chance is not said"
-        )
-    elif not ratio.several:
-        notes.append(
-            "one run a side shows only what varies inside a run, so nothing is concluded;"
-            " give three or more runs a side, taken in turn"
-        )
-    elif min(ratio.runs) == 2:
-        notes.append("two runs a side leave false alarms likelier than three or more do")
-    silent = [run.source for run in (*first, *second) if not any(run.environment.values())]
-    if silent:
-        notes.append(f"{silent[0]} does not say where it ran, so environments were not compared")
-    if not _causes_known(first, second):
-        notes.append("the two sides have no part of the step in common, so no cause can be named")
-    return tuple(notes)
-
-
-def _untypical_windows(
-    first: Sequence[RunFacts], second: Sequence[RunFacts], difference: RunDifference
-) -> tuple[str, ...]:
-    """That the traced steps changed otherwise than all steady steps did, where that is so."""
-    traced, sides = (
-        difference.change_ns,
-        ([run.step_ns for run in side if run.step_ns] for side in (first, second)),
-    )
-    steady = [float(np.mean([np.mean(steps) for steps in runs])) if runs else None for runs in sides]
-    divided = any(part.kind == "breakdown" for part in difference.partition)
-    if (
-        traced is None
-        or not divided
-        or difference.unit.name != "step"
-        or steady[0] is None
-        or steady[1] is None
-    ):
-        return ()
-    change = steady[0] - steady[1]
-    if abs(change - traced) <= _UNTYPICAL * steady[1]:
-        return ()
-    words = [f"{'+' if ns > 0 else ''}{duration(ns)}" for ns in (change, traced)]
-    note = (
-        f"the mean of all steady steps changed by {words[0]}, that of the traced steps (which the breakdown, idle time, kernels and"
-        f" operators are of) by {words[1]}: tracing slows a step, or warm-up is among them; the steady steps decide"
-    )
-    return (note,)
-
-
-def _causes_known(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> bool:
-    kinds = [{part.kind for run in side for part in run.parts} for side in (first, second)]
-    return bool(kinds[0] & kinds[1])

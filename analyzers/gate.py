@@ -8,12 +8,13 @@ and the effect exceeds the minimum. A budget is absolute: the median of the runs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from trine.analyzers.comparison import MINIMUM_STEPS, Comparison, MetricChange, compare
+from trine.analyzers.flaws import RunFlaw, flaws_of_runs
 from trine.analyzers.run_facts import METRICS, RunFacts
 from trine.analyzers.statistics import MINIMUM_EFFECT
 from trine.record.errors import UsageError
@@ -43,11 +44,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """All checks of one call; ``comparison`` where a baseline was given."""
+    """All checks of one call; ``comparison`` where a baseline was given; ``quality`` is what is wrong with the data."""
 
     outcomes: tuple[Outcome, ...]
     comparison: Comparison | None
     runs: tuple[str, ...]
+    quality: tuple[RunFlaw, ...] = ()
 
     def count(self, state: State) -> int:
         """Number of checks in ``state``."""
@@ -88,12 +90,17 @@ def check(
             any_environment=any_environment,
             judged=True,
         )
-        outcomes.append(_step_time(comparison))
-        outcomes += [
+        against_baseline = [_step_time(comparison)]
+        against_baseline += [
             _memory(change, minimum_effect) for change in comparison.metrics if change.name in _COMPARED
         ]
+        if len(comparison.repeated) == len(runs):
+            against_baseline = [_of_itself(outcome) for outcome in against_baseline]
+        outcomes += against_baseline
     outcomes += [_budget(name, limit, runs) for name, limit in (budget or {}).items()]
-    return CheckResult(tuple(outcomes), comparison, tuple(run.source for run in runs))
+    return CheckResult(
+        tuple(outcomes), comparison, tuple(run.source for run in runs), flaws_of_runs((*runs, *baseline))
+    )
 
 
 def _step_time(comparison: Comparison) -> Outcome:
@@ -121,6 +128,16 @@ def _step_time(comparison: Comparison) -> Outcome:
         values=tuple(found[0] for found in comparison.first.run_medians_ns if found is not None),
         at_least=False,
         reason=reasons[comparison.verdict],
+    )
+
+
+def _of_itself(outcome: Outcome) -> Outcome:
+    """The outcome of runs that the baseline was written from: whatever it says, nothing was checked."""
+    return replace(
+        outcome,
+        state="inconclusive",
+        reason="the baseline was written from these very runs, so no change could show; write it from runs that are known"
+        " to be good",
     )
 
 

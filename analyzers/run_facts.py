@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from trine.analyzers.flaws import Flaw, flaws_of
 from trine.analyzers.results import Analysis, Breakdown, RankSummary
 from trine.analyzers.statistics import find_warm_up
 from trine.analyzers.steps import job_steps
@@ -90,7 +91,7 @@ class RunFacts:
     be said; ``missing`` gives the reason for each of the others. ``format`` is what it was read from
     (``trine`` for a record); ``window`` what its breakdown covers; ``least_ns`` is kind of part → the least
     that was kept of it where more had to go, so that what is not listed is known to take no more. ``findings``
-    is None where they are not known (baselines of older versions).
+    is None where they are not known (baselines of older versions). ``flaws`` are the warnings and errors of its data.
     """
 
     source: str
@@ -107,6 +108,7 @@ class RunFacts:
     window: Window | None = None
     least_ns: Mapping[str, float] = field(default_factory=dict)
     findings: tuple[Told, ...] | None = None
+    flaws: tuple[Flaw, ...] = ()
 
 
 def measure_run(analysis: Analysis) -> RunFacts:
@@ -138,6 +140,7 @@ def measure_run(analysis: Analysis) -> RunFacts:
         window=_window(summaries),
         least_ns=least_ns,
         findings=tuple(Told(one.id, one.kind, one.title, one.severity) for one in analysis.findings),
+        flaws=flaws_of(analysis.data_quality),
     )
 
 

@@ -10,7 +10,15 @@ from trine.analyzers.kernel_names import short_name
 from trine.analyzers.reports.document import Column, Table, clean
 from trine.analyzers.units import duration, percent
 
-__all__ = ["change_tables", "difference_to_dict", "findings_table", "partition_words", "unit_words"]
+__all__ = [
+    "change_tables",
+    "difference_to_dict",
+    "findings_table",
+    "part_name",
+    "partition_words",
+    "signed",
+    "unit_words",
+]
 
 _UNITS = {"step": "a step", "work": "a window of equal work", "window": "a window"}
 _PARTS = {
@@ -38,11 +46,11 @@ def partition_words(difference: RunDifference) -> str:
         return ""
     parts = sorted(difference.partition, key=lambda part: -abs(part.change_ns))
     named = [
-        f"{_signed(part.change_ns, duration)} {part_name(part.name)}"
+        f"{signed(part.change_ns, duration)} {part_name(part.name)}"
         for part in parts[:3]
         if part.state != "same"
     ]
-    return f"{_signed(change, duration)} in all: {', '.join(named)}" if named else ""
+    return f"{signed(change, duration)} in all: {', '.join(named)}" if named else ""
 
 
 def part_name(name: str) -> str:
@@ -85,15 +93,15 @@ def _partition(difference: RunDifference, labels: tuple[str, str], unit: str, co
             part_name(part.name),
             duration(part.second_ns),
             duration(part.first_ns),
-            _signed(part.change_ns, duration),
-            _signed(part.of_unit, percent),
+            signed(part.change_ns, duration),
+            signed(part.of_unit, percent),
             _share(part.of_change),
         )
         for part in difference.partition
     ]
     first, second = difference.first_ns or 0.0, difference.second_ns or 0.0
-    whole = _signed(first / second - 1, percent) if second else ""
-    rows.append(("all", duration(second), duration(first), _signed(first - second, duration), whole, ""))
+    whole = signed(first / second - 1, percent) if second else ""
+    rows.append(("all", duration(second), duration(first), signed(first - second, duration), whole, ""))
     return Table(
         (
             Column(f"A {unit}, divided"),
@@ -124,14 +132,14 @@ def _changes(
             duration(change.second_ns),
             duration(change.first_ns),
             _calls(change),
-            _signed(change.change_ns, duration),
-            _signed(change.of_unit, percent),
+            signed(change.change_ns, duration),
+            signed(change.of_unit, percent),
         )
         for change in changes[:most]
     )
     left = len(changes) - most
     rest = sum(change.change_ns for change in changes[most:])
-    note = f"{left} more not shown, {_signed(rest, duration)} together" if left > 0 else ""
+    note = f"{left} more not shown, {signed(rest, duration)} together" if left > 0 else ""
     return Table(columns, rows, title, note)
 
 
@@ -195,7 +203,8 @@ def findings_table(changes: Sequence[FindingChange], labels: tuple[str, str]) ->
     return Table(columns, rows, "Findings (share of the step or window at stake)")
 
 
-def _signed(value: float, words: Callable[[float], str]) -> str:
+def signed(value: float, words: Callable[[float], str]) -> str:
+    """A change with its sign."""
     text = words(value)
     return f"+{text}" if value > 0 and not text.startswith("<") else text
 

@@ -6,15 +6,12 @@ The sides are named by their paths, and columns go from old to new: the second s
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 
-from trine.analyzers.comparison import Cause, Comparison, Difference, Side
-from trine.analyzers.reports._changes import (
-    change_tables,
-    findings_table,
-    unit_words,
-)
+from trine.analyzers.comparison import Comparison, Difference, Side
+from trine.analyzers.flaws import RunFlaw
+from trine.analyzers.reports._causes import cause_lines, cause_table, causes_told, covers
+from trine.analyzers.reports._changes import change_tables, findings_table, signed, unit_words
 from trine.analyzers.reports.comparison_json import render_json
 from trine.analyzers.reports.document import (
     Column,
@@ -28,10 +25,16 @@ from trine.analyzers.reports.document import (
 )
 from trine.analyzers.units import count, duration, percent, size
 
-__all__ = ["headline", "render_html", "render_json", "render_markdown", "render_text", "value_text"]
+__all__ = [
+    "headline",
+    "quality_lines",
+    "render_html",
+    "render_json",
+    "render_markdown",
+    "render_text",
+    "value_text",
+]
 
-#: Causes shown of a kind; the JSON has them all.
-_MOST_CAUSES = 5
 #: Rows of what changed, in the terminal and elsewhere.
 _MOST_CHANGES, _MOST_CHANGES_ELSEWHERE = 12, 40
 _WIDTH = 100
@@ -45,14 +48,6 @@ _VERDICTS = {
     "not judged": "WHAT CHANGED, NOT JUDGED",
 }
 
-_KINDS = {
-    "phase": "phases of all steady steps",
-    "breakdown": "breakdown of the traced steps",
-    "idle": "causes of idle time in them",
-    "collective": "collectives",
-    "kernel": "kernels",
-    "operator": "operators",
-}
 #: Metrics in words, with what they are of: two numbers of one name may be a median and a mean.
 _METRICS = {
     "step_time_ns": "step time, median of steady steps",
@@ -71,8 +66,6 @@ _METRICS = {
     "mfu_6n": "MFU, 6 FLOPs a parameter and token",
     "mfu_counted": "MFU, FLOPs counted",
 }
-#: Kinds that the table of what changed has; of the others the sections of causes speak.
-_IN_CHANGES = ("collective", "kernel", "operator", "idle")
 
 
 def value_text(metric: str, value: float) -> str:
@@ -114,15 +107,14 @@ def render_text(comparison: Comparison) -> str:
     lines = [f"{_names(comparison.first)} against {_names(comparison.second)}", ""]
     head, *rest = headline(comparison)
     lines += textwrap.wrap(head, _WIDTH) + rest
-    lines += _section("", _cause_lines(comparison))
-    told, covers = _told(comparison), _covers(comparison)
+    lines += _section("", cause_lines(comparison, _labels(comparison)))
     for table in change_tables(
         comparison.difference,
         _labels(comparison),
         _MOST_CHANGES,
-        causes_told=told,
+        causes_told=causes_told(comparison),
         narrow=True,
-        covers=covers,
+        covers=covers(comparison),
     ):
         lines += _section("", _table_lines(table))
     lines += _section("Findings (share of the step or window at stake)", _finding_lines(comparison))
@@ -130,6 +122,7 @@ def render_text(comparison: Comparison) -> str:
     lines += _section("Environment", _difference_lines(comparison, comparison.environment))
     lines += _section("Configuration", _difference_lines(comparison, comparison.configuration))
     lines += _section("Runs", _run_lines(comparison))
+    lines += _section("Data quality", _wrapped(quality_lines(comparison.quality)))
     lines += _section("Notes", _wrapped(comparison.notes))
     return "\n".join(lines) + "\n"
 
@@ -137,31 +130,6 @@ def render_text(comparison: Comparison) -> str:
 def _labels(comparison: Comparison) -> tuple[str, str]:
     """What the columns are called: the second side's, then the first's."""
     return clean(comparison.second.label) or "second", clean(comparison.first.label) or "first"
-
-
-def _covers(comparison: Comparison) -> str:
-    """Of how many traced steps the breakdown, the kernels and the operators are, old side first; empty without any."""
-    counts = comparison.second.window_steps, comparison.first.window_steps
-    if comparison.difference.unit.name != "step" or None in counts:
-        return ""
-    return f", {_each(*counts)} traced steps"
-
-
-def _each(old: int | None, new: int | None) -> str:
-    return f"{old}" if old == new else f"{old} and {new}"
-
-
-def _kind_words(kind: str, comparison: Comparison) -> str:
-    """What causes of a kind are of, and of how many steps, old side first."""
-    sides = (comparison.second, comparison.first)
-    counts = [sum(side.steps) for side in sides] if kind == "phase" else [side.window_steps for side in sides]
-    many = f" ({_each(*counts)})" if kind in ("phase", "breakdown") and None not in counts else ""
-    return f"{_KINDS[kind]}{many}"
-
-
-def _told(comparison: Comparison) -> bool:
-    """Whether the causes say already how the step is divided."""
-    return any(cause.kind in ("breakdown", "phase") for cause in comparison.causes)
 
 
 def _table_lines(table: Table) -> list[str]:
@@ -184,24 +152,6 @@ def _table_lines(table: Table) -> list[str]:
         ]
         lines.append("  ".join(cells).rstrip())
     return lines + (textwrap.wrap(table.note, _WIDTH) if table.note else [])
-
-
-def _cause_lines(comparison: Comparison) -> list[str]:
-    causes = [cause for cause in comparison.causes if cause.kind not in _IN_CHANGES]
-    if not causes:
-        return []
-    old, new = (shorten(label, 14) for label in _labels(comparison))
-    width = 22
-    title = "Where the change is (mean of a step and rank)"
-    lines = [f"{title:<46}{old:>15}{new:>15}{'change':>11}{'of step':>10}"]
-    for kind, group in groupby(_largest(causes), key=lambda cause: cause.kind):
-        lines.append(f"  {_kind_words(kind, comparison)}")
-        lines += [
-            f"    {_short(c.name, 20 + width):<42}{duration(c.second_ns):>15}{duration(c.first_ns):>15}"
-            f"{_signed(c.change_ns, duration):>11}{_signed(c.share, percent):>10}"
-            for c in group
-        ]
-    return lines
 
 
 def _finding_lines(comparison: Comparison) -> list[str]:
@@ -227,6 +177,11 @@ def _metric_lines(comparison: Comparison) -> list[str]:
         f"  {_METRICS.get(m.name, m.name):<44}{value_text(m.name, m.second):>15}{value_text(m.name, m.first):>15}{_relative(m.ratio):>11}"
         for m in metrics
     ]
+
+
+def quality_lines(quality: Sequence[RunFlaw]) -> list[str]:
+    """What is wrong with the data of runs, a line each."""
+    return [f"{each.flaw.severity} {clean(each.words)}" for each in quality]
 
 
 def _difference_lines(comparison: Comparison, differences: Sequence[Difference]) -> list[str]:
@@ -270,6 +225,8 @@ def render_markdown(comparison: Comparison) -> str:
         lines += _table([column.title for column in table.columns], table.rows)
         if table.note:
             lines += [table.note, ""]
+    if comparison.quality:
+        lines += ["**Data quality**", "", *(f"- {line}" for line in quality_lines(comparison.quality)), ""]
     lines += [f"- {note}" for note in comparison.notes]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -284,6 +241,9 @@ def render_html(comparison: Comparison) -> str:
     sections = [Section("changes", "What changed", (*(Paragraph(line) for line in rest), *blocks))]
     runs = tuple(("", line.strip(), "") for line in _run_lines(comparison))
     sections.append(Section("runs", "Runs", (Items(runs),)))
+    if comparison.quality:
+        flaws = tuple((each.flaw.severity, clean(each.words), "") for each in comparison.quality)
+        sections.append(Section("quality", "Data quality", (Items(flaws),)))
     if comparison.notes:
         notes = tuple(("", note, "") for note in comparison.notes)
         sections.append(Section("notes", "Notes", (Items(notes),)))
@@ -304,32 +264,15 @@ def render_html(comparison: Comparison) -> str:
 
 def _tables(comparison: Comparison) -> Iterator[Table]:
     old, new = _labels(comparison)
-    causes = list(_largest([cause for cause in comparison.causes if cause.kind not in _IN_CHANGES]))
-    if causes:
-        yield Table(
-            (
-                Column("where"),
-                Column("what"),
-                *(Column(title, "right") for title in (old, new, "change", "of the step")),
-            ),
-            tuple(
-                (
-                    _kind_words(c.kind, comparison),
-                    c.name,
-                    duration(c.second_ns),
-                    duration(c.first_ns),
-                    _signed(c.change_ns, duration),
-                    _signed(c.share, percent),
-                )
-                for c in causes
-            ),
-        )
+    causes = cause_table(comparison, (old, new))
+    if causes is not None:
+        yield causes
     yield from change_tables(
         comparison.difference,
         (old, new),
         _MOST_CHANGES_ELSEWHERE,
-        causes_told=_told(comparison),
-        covers=_covers(comparison),
+        causes_told=causes_told(comparison),
+        covers=covers(comparison),
     )
     if comparison.findings:
         yield findings_table(comparison.findings, (old, new))
@@ -387,18 +330,8 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
     return ["", *([title] if title else []), *lines]
 
 
-def _signed(value: float, words: Callable[[float], str]) -> str:
-    text = words(value)
-    return f"+{text}" if value > 0 and not text.startswith("<") else text
-
-
 def _relative(ratio: float | None) -> str:
-    return "" if ratio is None else _signed(ratio - 1, percent)
-
-
-def _largest(causes: Sequence[Cause]) -> Iterator[Cause]:
-    for _, group in groupby(causes, key=lambda cause: cause.kind):
-        yield from list(group)[:_MOST_CAUSES]
+    return "" if ratio is None else signed(ratio - 1, percent)
 
 
 def _wrapped(notes: Sequence[str]) -> list[str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from trine.analyzers.comparison import Comparison, Side
+from trine.analyzers.flaws import RunFlaw
 from trine.analyzers.reports._changes import difference_to_dict
 
-__all__ = ["comparison_to_dict", "render_json"]
+__all__ = ["comparison_to_dict", "quality_to_list", "render_json"]
 
 # Fields that are called the same in the JSON.
 _STEP_TIME = ("ratio", "low", "high", "confidence", "minimum_effect", "smallest_change", "power")
 _METRIC = ("name", "first", "second", "first_values", "second_values", "more_is_better")
 _CAUSE = ("kind", "name", "first_ns", "second_ns", "change_ns", "share", "first_calls", "second_calls")
+_WHOLE = ("kind", "first_ns", "second_ns", "change_ns", "share")
 _DIFFERENCE = ("name", "first", "second")
 
 
@@ -32,6 +35,7 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, object]:
         "second": _side_to_dict(comparison.second),
         "metrics": [_fields(metric, _METRIC) for metric in comparison.metrics],
         "causes": [_fields(cause, _CAUSE) for cause in comparison.causes],
+        "wholes": [_fields(whole, _WHOLE) for whole in comparison.wholes],
         "difference": difference_to_dict(comparison.difference),
         "findings": None
         if comparison.findings is None
@@ -48,8 +52,22 @@ def comparison_to_dict(comparison: Comparison) -> dict[str, object]:
         ],
         "environment": [_fields(each, _DIFFERENCE) for each in comparison.environment],
         "configuration": [_fields(each, _DIFFERENCE) for each in comparison.configuration],
+        "data_quality": quality_to_list(comparison.quality),
         "notes": list(comparison.notes),
     }
+
+
+def quality_to_list(quality: Sequence[RunFlaw]) -> list[dict[str, object]]:
+    """What is wrong with the data of runs."""
+    return [
+        {
+            "id": each.flaw.id,
+            "severity": each.flaw.severity,
+            "message": each.flaw.message,
+            "runs": list(each.sources),
+        }
+        for each in quality
+    ]
 
 
 def _side_to_dict(side: Side) -> dict[str, object]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from trine.analyzers.gate import CheckResult, Outcome
-from trine.analyzers.reports.comparison import headline, value_text
+from trine.analyzers.reports.comparison import headline, quality_lines, value_text
 from trine.analyzers.reports.comparison import render_markdown as comparison_markdown
 from trine.analyzers.reports.comparison import render_text as comparison_text
-from trine.analyzers.reports.comparison_json import comparison_to_dict
+from trine.analyzers.reports.comparison_json import comparison_to_dict, quality_to_list
 
 __all__ = [
     "github_annotations",
@@ -38,8 +38,10 @@ def render_text(result: CheckResult, *, strict: bool = False, warn_only: bool = 
     for outcome in result.outcomes:
         lines.append(f"  {_WORDS[outcome.state]:<12} {outcome.id:<36} {_expected_found(outcome)}")
         lines.append(f"  {'':<12} {outcome.reason}")
-    text = "\n".join(lines) + "\n"
-    return text if result.comparison is None else f"{text}\n{comparison_text(result.comparison)}"
+    if result.comparison is not None:
+        return "\n".join([*lines, "", comparison_text(result.comparison)])
+    flaws = [f"  {line}" for line in quality_lines(result.quality)]
+    return "\n".join([*lines, *(["", "Data quality", *flaws] if flaws else []), ""])
 
 
 def render_markdown(result: CheckResult, *, strict: bool = False, warn_only: bool = False) -> str:
@@ -49,8 +51,10 @@ def render_markdown(result: CheckResult, *, strict: bool = False, warn_only: boo
     for outcome in result.outcomes:
         expected, found = _expected(outcome), _found(outcome)
         lines.append(f"| {outcome.id} | {_WORDS[outcome.state]} | {expected} | {found} | {outcome.reason} |")
-    text = "\n".join(lines) + "\n"
-    return text if result.comparison is None else f"{text}\n{comparison_markdown(result.comparison)}"
+    if result.comparison is not None:
+        return "\n".join([*lines, "", comparison_markdown(result.comparison)])
+    flaws = [f"- {line}" for line in quality_lines(result.quality)]
+    return "\n".join([*lines, *(["", "**Data quality**", "", *flaws] if flaws else []), ""])
 
 
 def render_json(result: CheckResult, *, strict: bool = False, warn_only: bool = False) -> str:
@@ -72,6 +76,7 @@ def render_json(result: CheckResult, *, strict: bool = False, warn_only: bool = 
             }
             for outcome in result.outcomes
         ],
+        "data_quality": quality_to_list(result.quality),
         "comparison": None if result.comparison is None else comparison_to_dict(result.comparison),
     }
     return json.dumps(document, indent=1, default=str) + "\n"

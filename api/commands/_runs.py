@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trine.record.errors import UsageError
+from trine.record.errors import UnreadableInput, UsageError
 
 if TYPE_CHECKING:
     from trine.analyzers.run_facts import RunFacts
+    from trine.record import Job
 
 __all__ = [
     "FORMAT_HELP",
@@ -102,9 +103,25 @@ def load_runs(paths: Iterable[str], steps: str) -> list[RunFacts]:
 def _measure(path: str, steps: str) -> RunFacts:
     from trine.analyzers import analyze
     from trine.analyzers.run_facts import measure_run
+
+    return measure_run(analyze(_load(path), steps=steps, progress=progress_wanted()))
+
+
+def _load(path: str) -> Job:
+    """The job at ``path``; of JSON that is none, the error says that it is no baseline either."""
+    from trine.analyzers.baseline import other_json
     from trine.record import load
 
-    return measure_run(analyze(load(path), steps=steps, progress=progress_wanted()))
+    try:
+        return load(path)
+    except UnreadableInput:
+        what = other_json(Path(path))
+        if what is None:
+            raise
+        raise UnreadableInput(
+            f"{path} is {what}, neither a baseline nor a trace; write a baseline with: trine check GOOD_RUN …"
+            " --write-baseline FILE"
+        ) from None
 
 
 def progress_wanted() -> bool:

@@ -100,8 +100,8 @@ def _require_baseline(arguments: argparse.Namespace) -> None:
     for path in arguments.baseline or ():
         if not Path(path).exists() and not any(sign in path for sign in "*?["):
             raise UnreadableInput(
-                f"there is no baseline {path}; write one with:"
-                f" trine check {' '.join(arguments.runs)} --write-baseline {path}"
+                f"there is no baseline {path}; write one from runs that are known to be good, not from those under test:"
+                f" trine check GOOD_RUN … --write-baseline {path}"
             )
     refuse_repeats((arguments.runs, arguments.baseline or ()))
     for output in (arguments.output, arguments.junit):
@@ -111,6 +111,7 @@ def _require_baseline(arguments: argparse.Namespace) -> None:
 def _write_baseline(arguments: argparse.Namespace) -> int:
     from trine.analyzers.baseline import write_baseline
     from trine.analyzers.comparison import environment_differences
+    from trine.analyzers.flaws import flaws_of_runs
 
     if arguments.baseline or arguments.budget is not None:
         raise UsageError(
@@ -121,9 +122,12 @@ def _write_baseline(arguments: argparse.Namespace) -> int:
     runs: list[RunFacts] = load_runs(arguments.runs, arguments.steps)
     write_baseline(arguments.write_baseline, runs, _commit(), arguments.min_steps)
     steps = sum(len(facts.step_ns) for facts in runs)
-    print(f"Wrote {arguments.write_baseline}: {len(runs)} runs, {steps} steady steps")
+    several = "s" if len(runs) > 1 else ""
+    print(f"Wrote {arguments.write_baseline}: {len(runs)} run{several}, {steps} steady steps")
     if len(runs) < 3:
         print("Three or more runs are worth giving: with one, a later check can only be inconclusive.")
+    for each in flaws_of_runs(runs):
+        print(f"{each.flaw.severity} {each.words}")
     apart = environment_differences(runs, runs)
     if apart:
         said = "; ".join(f"{each.name} is {each.first}" for each in apart)

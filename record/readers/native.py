@@ -247,7 +247,11 @@ def _say_what_happened(rank: Rank, about: dict[str, Any], content: Content) -> N
         rank.note("damaged", "warning", f"{content.damaged} damaged stretches of {rank.source} were skipped")
     if content.torn_bytes:
         message = f"the last {content.torn_bytes} bytes were cut off in the middle of a write and are ignored"
-        rank.note("torn-tail", "info", message)
+        if about.get("state") == "running":
+            rank.note("torn-tail", "info", message)
+        else:
+            lost = "the run had closed its record, so steps at its end may be missing"
+            rank.note("torn-tail", "warning", f"{message}; {lost}")
     if rank.steps is not None and len(rank.steps) and (rank.steps[f"phase_{PHASES[0]}_ns"] == MISSING).any():
         unknown = int((rank.steps[f"phase_{PHASES[0]}_ns"] == MISSING).sum())
         rank.note(
@@ -262,6 +266,11 @@ def _say_what_happened(rank: Rank, about: dict[str, Any], content: Content) -> N
             "phases; a deep window shows it"
         )
         rank.note("exposure-partly-seen", "info", message)
+    if about.get("state") == "failed":
+        error = str(about.get("error") or "an error").splitlines()[0][:200]
+        rank.note(
+            "failed", "warning", f"the run ended early with {error}; the record holds its steps up to there"
+        )
     if about.get("state") == "running" and _process_is_gone(about):
         rank.metadata["state"] = "killed"
         rank.note(

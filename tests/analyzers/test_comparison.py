@@ -9,6 +9,7 @@ import pytest
 from gate_runs import ENVIRONMENT, run_facts, side
 
 from trine.analyzers.comparison import compare
+from trine.analyzers.flaws import Flaw
 from trine.analyzers.reports.comparison import render_html, render_json, render_markdown, render_text
 from trine.analyzers.run_facts import METRICS, Part, RunFacts, Told, Window
 from trine.record.errors import NotComparable, UsageError
@@ -199,3 +200,76 @@ def test_traced_steps_that_changed_otherwise_than_the_rest_are_said_to() -> None
     assert "changed by -20." in note and "by +25.0 ms" in note and "the steady steps decide" in note
     alike = compare([deep(run_facts("new", 80), 84, 4)], [deep(run_facts("old", 100), 105, 4)])
     assert not any("traced steps" in note for note in alike.notes)
+
+
+# --- means, medians, and the wholes that parts add up to --------------------------------------------
+
+
+def slowed(run: RunFacts, ms: float, steps: int) -> RunFacts:
+    """The run with its last ``steps`` steps at ``ms``, its phases still dividing the mean step."""
+    step_ns = (*run.step_ns[:-steps], *[round(ms * 1e6)] * steps)
+    rest = sum(step_ns) / len(step_ns) - 30e6
+    parts = (Part("phase", "forward", 30e6), Part("phase", "backward", rest))
+    return replace(run, step_ns=step_ns, parts=parts)
+
+
+def test_parts_add_up_to_a_whole_that_is_shown() -> None:
+    result = compare(
+        [deep(slowed(run_facts("new", 80), 80, 1), 130, 4)], [deep(run_facts("old", 100), 105, 5)]
+    )
+    assert [whole.kind for whole in result.wholes] == ["phase", "breakdown"]
+    for whole in result.wholes:
+        parts = [cause for cause in result.causes if cause.kind == whole.kind]
+        assert sum(part.change_ns for part in parts) == pytest.approx(whole.change_ns, rel=0.01)
+        assert sum(part.share for part in parts) == pytest.approx(whole.share, rel=0.01)
+    lines = render_text(result).splitlines()
+    rows = [line.split() for line in lines if line.startswith("    all ")]
+    assert [row[-2:] for row in rows] == [["-20", "%"], ["+24", "%"]]
+    for form in (" ".join(" ".join(lines).split()), render_markdown(result), render_html(result)):
+        assert "Parts are means, since only means add up" in form
+    assert [row["kind"] for row in json.loads(render_json(result))["wholes"]] == ["phase", "breakdown"]
+
+
+def test_a_breakdowns_shares_are_of_the_traced_step_that_it_divides() -> None:
+    result = compare([deep(run_facts("new", 100), 300, 4)], [deep(run_facts("old", 100, seed=1), 200, 4)])
+    (compute,) = [cause for cause in result.causes if cause.name == "compute"]
+    assert compute.share == pytest.approx(0.9 * 100 / 200)
+
+
+def test_a_median_that_moved_against_the_mean_is_explained() -> None:
+    """One step in ten stalled on the old side: its mean is longer, its median shorter than the new side's."""
+    result = compare([run_facts("new", 104)], [slowed(run_facts("old", 100), 300, 6)])
+    (note,) = [note for note in result.notes if "no median" in note]
+    assert "the median of the steady steps changed by +3." in note and "their mean by -1" in note
+    alike = compare([run_facts("new", 110)], [run_facts("old", 100)])
+    assert not any("no median" in note for note in alike.notes)
+
+
+def test_sides_of_one_name_are_told_apart() -> None:
+    """CI records every run into the same folder, and the baseline remembers its name."""
+    result = compare([run_facts("runs/new-1", 104)], [run_facts("runs/new-1", 100, seed=1)])
+    assert (result.first.label, result.second.label) == ("new", "old")
+
+
+# --- what is wrong with the data --------------------------------------------------------------------
+
+
+def test_a_run_cut_short_is_told_in_every_form() -> None:
+    killed = Flaw("killed", "warning", "the process ended without closing its record (rank 0)")
+    cut = [replace(run, flaws=(killed,)) for run in side("new", 100)]
+    result = compare(cut, side("old", 100))
+    (flaw,) = result.quality
+    assert flaw.sources == ("new-0", "new-1", "new-2") and flaw.flaw == killed
+    said = "killed: new-0 and 2 more: the process ended without closing its record (rank 0)"
+    text = " ".join(render_text(result).split())
+    assert f"Data quality warning {said}" in text
+    assert f"- warning {said}" in render_markdown(result) and "Data quality" in render_html(result)
+    assert json.loads(render_json(result))["data_quality"] == [
+        {
+            "id": "killed",
+            "severity": "warning",
+            "message": killed.message,
+            "runs": ["new-0", "new-1", "new-2"],
+        }
+    ]
+    assert "Data quality" not in render_text(compare(side("new", 100), side("old", 100)))

@@ -10,6 +10,7 @@ from gate_runs import run_facts, side
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trine.analyzers.flaws import Flaw
 from trine.analyzers.gate import CheckResult, Outcome, check
 from trine.analyzers.reports.gate import (
     annotation,
@@ -101,3 +102,13 @@ def test_json_and_markdown_say_the_same() -> None:
     assert document["checks"][0]["id"] == "baseline/step_time_ns" and document["checks"][0]["state"] == "fail"
     assert document["comparison"]["verdict"] == "regression"
     assert "| baseline/step_time_ns | FAIL | 100 ms | 115 ms |" in render_markdown(failing())
+
+
+def test_what_is_wrong_with_the_data_is_told_without_a_comparison_too() -> None:
+    killed = Flaw("killed", "warning", "the process ended without closing its record (rank 0)")
+    result = check([run_facts("new", 100, flaws=(killed,))], budget={"step_time_ns": 200e6})
+    said = "warning killed: new: the process ended without closing its record (rank 0)"
+    assert render_text(result).endswith(f"Data quality\n  {said}\n")
+    assert render_markdown(result).endswith(f"**Data quality**\n\n- {said}\n")
+    assert json.loads(render_json(result))["data_quality"][0]["runs"] == ["new"]
+    assert "Data quality" not in render_text(check([run_facts("new", 100)], budget={"step_time_ns": 200e6}))

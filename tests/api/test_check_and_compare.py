@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from gate_runs import ENVIRONMENT, run_facts, saved, side
+from record_rows import step_rows
 
+from trine.analyzers.flaws import Flaw
 from trine.cli import main
+from trine.record.store import RankWriter
 
 
 @pytest.fixture(autouse=True)
@@ -97,15 +101,95 @@ def test_check_exits_by_the_table(
 
 
 def test_an_absent_baseline_exits_2_with_the_command_that_writes_one(
-    same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    old: str, same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     baseline = tmp_path / "baseline.json"
     assert main(["check", same, "--baseline", str(baseline)]) == 2
     line = complaint(capsys)
     command = line.split("trine check ")[-1]
-    assert main(["check", *command.split()]) == 0  # the command that it names does what it says
+    # A baseline of the run under test would pass it whatever it does.
+    assert same not in line and "known to be good, not from those under test" in line
+    assert main(["check", *command.replace("GOOD_RUN …", old).split()]) == 0
     assert "3 runs, 180 steady steps" in capsys.readouterr().out
     assert main(["check", same, "--baseline", str(baseline)]) == 0
+
+
+def test_runs_held_against_a_baseline_of_themselves_are_said_to_be(
+    old: str, same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = str(tmp_path / "own.json")
+    assert main(["check", same, "--write-baseline", own]) == 0
+    capsys.readouterr()
+    assert main(["check", same, "--baseline", own]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("passed (2 inconclusive)") and "written from these very runs" in out
+    assert "same-0 and 2 more stand on both sides" in out
+    assert main(["check", same, "--baseline", own, "--strict"]) == 1
+    capsys.readouterr()
+    assert main(["check", same, "--baseline", old]) == 0
+    assert "both sides" not in capsys.readouterr().out
+
+
+def test_one_run_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = saved(tmp_path, "one", [run_facts("one", 100)])
+    assert main(["check", one, "--write-baseline", str(tmp_path / "baseline.json")]) == 0
+    assert "baseline.json: 1 run, 60 steady steps" in capsys.readouterr().out
+
+
+def test_a_baseline_says_what_is_wrong_with_its_runs_and_remembers_it(
+    same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = Flaw("killed", "warning", "the process ended without closing its record")
+    cut = saved(tmp_path, "cut", side("cut", 100, flaws=(killed,)))
+    assert main(["check", cut, "--write-baseline", str(tmp_path / "baseline.json")]) == 0
+    assert "warning killed: cut-0 and 2 more: the process ended" in capsys.readouterr().out
+    assert main(["check", same, "--baseline", str(tmp_path / "baseline.json")]) == 0
+    assert "killed: cut-0 and 2 more: the process ended" in capsys.readouterr().out
+
+
+def test_records_that_are_cut_off_or_ended_with_an_error_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, cut, failed = (str(tmp_path / name) for name in ("whole", "cut", "failed"))
+    for path, how in ((whole, "finished"), (cut, "finished"), (failed, "failed")):
+        writer = RankWriter(Path(path), 0, 1)
+        for first in (0, 20):
+            writer.append({"parts": step_rows(first, 20)})
+        writer.close({"state": how, "error": "RuntimeError: boom"})
+    (rows,) = Path(cut).glob("rank-00000/rows-*.trine")
+    os.truncate(rows, rows.stat().st_size - 30)
+    assert main(["compare", cut, failed, "--against", whole]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"warning torn-tail: {cut}: the last" in out and "steps at its end may be missing" in out
+    assert f"warning failed: {failed}: the run ended early with RuntimeError: boom" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"step_time_ns": 5}', "is other JSON, neither a baseline nor a trace"),
+        ("[1, 2]", "is other JSON, neither a baseline nor a trace"),
+        ('{"schema": "trine.analysis/1"}', "is a document of the schema 'trine.analysis/1', neither"),
+    ],
+)
+@pytest.mark.parametrize("verb", [["check", "--baseline"], ["compare", "--against"]])
+def test_json_that_is_no_baseline_is_said_to_be_none(
+    same: str, verb: list[str], content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(content)
+    assert main([verb[0], same, verb[1], str(other)]) == 2
+    line = complaint(capsys)
+    assert said in line and "trine check GOOD_RUN … --write-baseline FILE" in line
+
+
+def test_a_file_that_is_no_json_keeps_its_readers_words(
+    same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"traceEvents": [')
+    assert main(["check", same, "--baseline", str(broken)]) == 2
+    assert "neither a baseline" not in complaint(capsys)
 
 
 def test_budgets_and_wrong_usage(same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

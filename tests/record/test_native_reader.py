@@ -188,7 +188,21 @@ def test_a_torn_tail_is_ignored_and_said(tmp_path: Path) -> None:
         file.write(segment.read_bytes()[:30])
     rank = native.open_job(tmp_path / "run").rank(0)
     assert rank.steps is not None and len(rank.steps) == 10
-    assert [(note.id, note.severity) for note in rank.quality] == [("torn-tail", "info")]
+    assert [(note.id, note.severity) for note in rank.quality] == [("torn-tail", "warning")]
+    assert "had closed its record, so steps at its end may be missing" in rank.quality[0].message
+    _change(writer.folder / "rank.json", state="running", host="elsewhere")
+    written = native.open_job(tmp_path / "run").rank(0)
+    assert [(note.id, note.severity) for note in written.quality] == [("torn-tail", "info")]
+
+
+def test_a_run_that_ended_with_an_error_is_said_to(tmp_path: Path) -> None:
+    (writer,) = _write(tmp_path / "run", ranks=1)
+    _change(writer.folder / "rank.json", state="failed", error="RuntimeError: boom\nand more")
+    (note,) = native.open_job(tmp_path / "run").rank(0).quality
+    assert (note.id, note.severity) == ("failed", "warning")
+    assert (
+        note.message == "the run ended early with RuntimeError: boom; the record holds its steps up to there"
+    )
 
 
 def test_a_killed_process_is_told_from_a_running_one(tmp_path: Path) -> None:
