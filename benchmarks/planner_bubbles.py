@@ -1,6 +1,6 @@
 """Bubble rates of pipeline schedules: published ones beside the planner's simulator.
 
-    python benchmarks/planner_bubbles.py                      every row of the published table, in two ways
+    python benchmarks/planner_bubbles.py                      every row of the published table, in three ways
     python benchmarks/planner_bubbles.py --rates FILE.csv     other rows of the same columns
     python benchmarks/planner_bubbles.py --format json
     python benchmarks/planner_bubbles.py --schedules          every schedule on one of the models, by simulator and formula
@@ -203,6 +203,21 @@ def print_timed(folder: Path) -> None:
     )
 
 
+def print_messages(rows: Sequence[Row]) -> None:
+    """Print how long the package's messages take beside those that were profiled, of each model their mean."""
+    seconds: dict[Size, list[float]] = {}
+    for row in rows:
+        if row.profiled is not None:
+            seconds.setdefault(row.size, []).append(row.profiled[3])
+    if seconds:
+        means = {size: float(np.mean(each)) for size, each in seconds.items()}
+        shares = [package_s(size)[3] / mean for size, mean in means.items()]
+        print(
+            f"messages of the package take {min(shares):.2f} to {max(shares):.2f} of those profiled, "
+            f"{min(means.values()) * 1e3:.2f} to {max(means.values()) * 1e3:.2f} ms"
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print rows and summary; 1 where a row is further off than a point."""
     parser = argparse.ArgumentParser(prog="planner_bubbles", description=(__doc__ or "").splitlines()[0])
@@ -226,6 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({"summary": found, "rows": [asdict(each) for each in scored]}, indent=2))
     else:
         _print(scored, found)
+        print_messages(rows)
         for reason, count in skipped.items():
             print(f"skipped {count}: {reason}")
         if (timed := data / "traces" / "pipeline_schedule" / "pp8").is_dir():
