@@ -13,6 +13,7 @@ from .lines import listed
 from .matching import Calls, match_collectives
 from .results import Analysis, RankResult, RankSummary, Source, Verdict
 from .selection import Selection
+from .shared_cores import about_shared_cores
 from .steps import job_step_statistics, sampled_steps
 from .studies import Whole, join_all
 from .tables import add_up
@@ -45,6 +46,7 @@ def conclude(
         *job.quality,
         *(note for summary in summaries for note in summary.quality),
         *_about_ranks(job, summaries, missing),
+        *about_shared_cores(summaries),
         *matching_notes,
         *_about_clocks(clocks, list(by_rank), bool(calls)),
         *_about_lone_calls(alone, len(summaries)),

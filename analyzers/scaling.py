@@ -28,7 +28,9 @@ import numpy as np
 from trine.analyzers._scalability_law import Fit, fit_law
 from trine.analyzers._scaling_work import Mode, Work, WorkUnit
 from trine.analyzers.difference import equal_work, mean_parts, scaled
+from trine.analyzers.flaws import flaws_of_runs
 from trine.analyzers.run_facts import RunFacts
+from trine.analyzers.shared_cores import ID as SHARED_CORES
 from trine.analyzers.statistics import bootstrap_median, ratio_of_medians
 from trine.analyzers.units import percent
 from trine.record.errors import NotComparable, UsageError
@@ -95,7 +97,8 @@ class ScalingPoint:
 @dataclass(frozen=True, slots=True)
 class ScalingResult:
     """The whole answer, points by device count. ``mode_by`` says what the mode was read off, ``partition`` whether
-    parts are phases or the breakdown (None where counts have neither in common)."""
+    parts are phases or the breakdown (None where counts have neither in common). ``notices`` are what the efficiency
+    cannot be read without."""
 
     points: tuple[ScalingPoint, ...]
     mode: Mode
@@ -104,6 +107,7 @@ class ScalingResult:
     partition: Literal["phases", "breakdown"] | None
     fit: Fit | None
     notes: tuple[str, ...]
+    notices: tuple[str, ...] = ()
 
 
 def scale(
@@ -139,6 +143,7 @@ def scale(
         partition=partition,
         fit=fit_law([point.devices for point in points], [point.efficiency for point in points]),
         notes=(*said, *_notes(runs, by_count, work)),
+        notices=_notices(by_count),
     )
 
 
@@ -337,6 +342,23 @@ def _hosts(runs: Sequence[RunFacts]) -> int | None:
 # --- notes ---------------------------------------------------------------------------------------
 
 
+def _notices(by_count: Mapping[int, Sequence[RunFacts]]) -> tuple[str, ...]:
+    """Counts at which ranks took turns on cores: what is lost there is not the program's."""
+    said = {
+        count: flaw.message
+        for count, runs in sorted(by_count.items())
+        for run in runs
+        for flaw in run.flaws
+        if flaw.id == SHARED_CORES
+    }
+    if not said:
+        return ()
+    held = "; ".join(f"on {count} devices, {message}" for count, message in said.items())
+    return (
+        f"{held[:1].upper()}{held[1:]}. Throughput cannot grow there in proportion to ranks, whatever the program does.",
+    )
+
+
 _STEPS_NOTE = {
     "weak": "no run says how many tokens or samples a step holds, so throughput counts each device's steps",
     "strong": "no run says how many tokens or samples a step holds, so throughput counts steps",
@@ -375,4 +397,5 @@ def _notes(runs: Sequence[RunFacts], by_count: Mapping[int, Sequence[RunFacts]],
     ]
     if apart:
         notes.append(f"the runs differ in more than the number of devices: {'; '.join(apart)}")
+    notes += [each.words for each in flaws_of_runs(runs) if each.flaw.id != SHARED_CORES]
     return notes

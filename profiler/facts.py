@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trine.record.cores import own_cores
 from trine.record.hardware import processor_name
 
 from .memory import bytes_of_gradients, bytes_of_optimizer, bytes_of_tensors
@@ -297,13 +298,15 @@ def loader_facts(loader: Any) -> dict[str, Any] | None:
 
 
 def device_facts(device_type: str, index: int) -> dict[str, Any]:
-    """The ``device`` of a rank's metadata: type, name, how many, memory in bytes, host threads."""
+    """The ``device`` of a rank's metadata: type, name, how many, memory in bytes, host threads, and the cores that
+    this process may use."""
     facts: dict[str, Any] = {
         "type": device_type,
         "name": processor_name(),
         "count": 1,
         "memory_bytes": None,
         "threads": torch.get_num_threads(),
+        "cores": own_cores(),
         "index": index,
     }
     if device_type == "cuda":

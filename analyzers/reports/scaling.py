@@ -131,6 +131,7 @@ def compose(result: ScalingResult) -> Document:
         hull=(),
         sides=(),
         sections=tuple(sections),
+        notices=result.notices,
     )
 
 
@@ -333,6 +334,7 @@ def render_json(result: ScalingResult) -> str:
             "peak_devices": fit.peak_devices,
             "describes": fit.describes,
         },
+        "notices": list(result.notices),
         "notes": list(result.notes),
     }
     return json.dumps(content, indent=1) + "\n"

@@ -39,6 +39,7 @@ class _DeviceFacts(msgspec.Struct):
     name: str | None = None
     memory_bytes: int | None = None
     threads: int | None = None
+    cores: str | None = None
 
 
 class _Metadata(msgspec.Struct):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trine.analyzers._scalability_law import fit_law
+from trine.analyzers.flaws import Flaw
 from trine.analyzers.reports.scaling import (
     loss_words,
     render_html,
@@ -296,3 +297,24 @@ def test_every_form_has_the_same_answer() -> None:
         assert "77 %" in form and "exposed communication" in form
     page = render_html(result)
     assert "<svg" in page and ">ideal<" in page and "<script" not in page
+
+
+def test_ranks_that_share_cores_are_said_to_right_under_the_headline() -> None:
+    shared = Flaw(
+        "shared-cores", "warning", "4 ranks with 1 thread each share 2 cores of a, so they take turns"
+    )
+    killed = Flaw("killed", "warning", "the process ended without closing its record")
+    result = scale([on(1, 100, 4096), on(4, 210, 4096, flaws=(shared, killed))])
+    (notice,) = result.notices
+    assert notice.startswith(
+        "On 4 devices, 4 ranks with 1 thread each share 2 cores of a, so they take turns. "
+    )
+    assert notice.endswith("cannot grow there in proportion to ranks, whatever the program does.")
+    lines = render_text(result).splitlines()
+    assert lines[2].startswith("On 4 devices, 4 ranks with 1 thread each share 2 cores")
+    for form in (render_markdown(result), render_html(result)):
+        assert form.index("share 2 cores of a") < form.index("Throughput over")
+    assert json.loads(render_json(result))["notices"] == list(result.notices)
+    assert result.notes[-1] == "killed: on-4: the process ended without closing its record"
+    assert not any("cores" in note for note in result.notes)
+    assert scale([on(1, 100, 4096), on(4, 110, 4096)]).notices == ()

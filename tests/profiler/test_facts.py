@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from profiled_loops import TinyModel
 
 from trine.profiler import facts
 from trine.profiler.memory import MemoryReader, bytes_of_gradients, bytes_of_optimizer, bytes_of_tensors
+from trine.record.cores import cores_in
 
 
 class Attention(torch.nn.Module):
@@ -136,6 +138,15 @@ def test_precision_and_loader() -> None:
     assert facts.loader_facts([1, 2]) is None
     loader = torch.utils.data.DataLoader([1, 2], batch_size=2)
     assert facts.loader_facts(SimpleNamespace(base_dataloader=loader))["batch_size"] == 2  # type: ignore[index]
+
+
+def test_a_rank_says_its_threads_and_its_cores() -> None:
+    device = facts.device_facts("cpu", 0)
+    assert device["threads"] == torch.get_num_threads()
+    if hasattr(os, "sched_getaffinity"):
+        assert cores_in(device["cores"]) == os.sched_getaffinity(0)
+    else:
+        assert device["cores"] is None
 
 
 def test_bytes_that_are_held() -> None:
