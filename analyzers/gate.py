@@ -136,8 +136,7 @@ def _of_itself(outcome: Outcome) -> Outcome:
     return replace(
         outcome,
         state="inconclusive",
-        reason="the baseline was written from these very runs, so no change could show; write it from runs that are known"
-        " to be good",
+        reason="the baseline is of these very runs, so no change could show; write it from known-good runs",
     )
 
 

@@ -122,7 +122,7 @@ def test_runs_held_against_a_baseline_of_themselves_are_said_to_be(
     capsys.readouterr()
     assert main(["check", same, "--baseline", own]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("passed (2 inconclusive)") and "written from these very runs" in out
+    assert out.startswith("passed (2 inconclusive)") and "the baseline is of these very runs" in out
     assert "same-0 and 2 more stand on both sides" in out
     assert main(["check", same, "--baseline", own, "--strict"]) == 1
     capsys.readouterr()
