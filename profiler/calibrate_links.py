@@ -1,9 +1,9 @@
 """Single collectives between ranks, and what computing loses while one is in flight.
 
-    {"operation": "all_gather", "dtype": "fp32", "bytes": 1048576, "seconds": 9e-4}     bytes as nccl-tests counts them
+    {"operation": "all_gather", "dtype": "fp32", "bytes": 1048576, "seconds": 9e-4, "quartiles": [8.8e-4, 9e-4, 9.5e-4]}
     {"operation": "overlap", "bytes": 16777216, "slowdown": 0.6, "covered": 1.0}
 
-``slowdown`` is seconds of computing lost a second of all-reduce beside it, ``covered`` how long the computing took alone,
+``bytes`` are as nccl-tests counts them, ``seconds`` the median. ``slowdown`` is seconds of computing lost a second of all-reduce beside it, ``covered`` how long the computing took alone,
 as a share of the all-reduce alone: near 1, or the slow-down is of less than it says.
 
 Ranks that compute on the cores that also move the bytes lose time to a transfer that hides behind them: on a machine whose
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import distributed
+
+from trine.record.hardware import quartiles_of
 
 __all__ = ["COLLECTIVES", "measure_collective", "measure_overlap"]
 
@@ -46,8 +48,9 @@ def measure_collective(operation: str, device: torch.device) -> Rows:
         for size in SIZES_BYTES if name == "fp32" else SIZES_BYTES[1::2]:  # two tell α and β
             run = COLLECTIVES[operation](size, device, _DTYPES[name])
             run()
-            seconds = median(_timed(run, device) for _ in range(REPEATS))
-            found.append({"operation": operation, "dtype": name, "bytes": size, "seconds": seconds})
+            quartiles = quartiles_of([_timed(run, device) for _ in range(REPEATS)])
+            row = {"dtype": name, "bytes": size, "seconds": quartiles[1], "quartiles": quartiles}
+            found.append({"operation": operation, **row})
     return found
 
 

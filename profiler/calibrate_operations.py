@@ -3,8 +3,10 @@
 What a change of precision, of rows a micro-batch or of fusion does to an operator follows from two such times: what it
 takes on record, times the ratio of the measured ones. One mapping an operation:
 
-    {"operation": "product", "dtype": "bf16", "shape": [batch, rows, columns, inner], "seconds": 1.2e-3}
-    {"operation": "softmax", "dtype": "fp32", "shape": [elements], "seconds": 3.1e-4}
+    {"operation": "product", "dtype": "bf16", "shape": [batch, rows, columns, inner], "seconds": 1.2e-3, "quartiles": [...]}
+    {"operation": "softmax", "dtype": "fp32", "shape": [elements], "seconds": 3.1e-4, "quartiles": [3.1e-4, 3.2e-4, 3.4e-4]}
+
+``seconds`` are the fastest repetition's, ``quartiles`` of all: how far a prediction that rests on them is in doubt.
 
 ``product`` is C = A·B with A (batch, rows, inner); batch 1 is a plain matrix product, the mean over the three layouts that
 a linear layer's forward and backward have. Everything else counts the elements of its output, and works as a training step
@@ -25,6 +27,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+
+from trine.record.hardware import quartiles_of
 
 from .calibrate_ranks import timed
 
@@ -53,7 +57,7 @@ KEPT_BYTES = 31 * 2**20
 #: Calls on a device are timed together for as long, so that their launches run ahead of it.
 LAUNCHED_S = 1e-3
 #: Of one operation all repetitions together, but at least five.
-SECONDS, LEAST = 0.01, 5
+SECONDS, LEAST, MOST = 0.01, 5, 50
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Work = Callable[[], Any]
@@ -61,21 +65,29 @@ Rows = list[dict[str, Any]]
 
 
 def measure_operations(device: torch.device, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Rows:
-    """Every operation above, by dtype, in a few seconds. The best of a few repetitions."""
+    """Every operation above, by dtype, in a few seconds. The best of a few repetitions, and their quartiles."""
     found: Rows = []
     torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once
     with torch.no_grad():
         for name in dtypes:
             for shape, works in _products(_DTYPES[name], device):
-                seconds = sum(_best(work, device) for work in works) / len(works)
-                found.append(_row("product", name, list(shape), seconds))
+                found.append(_row("product", name, list(shape), [_repeated(work, device) for work in works]))
             for operation, elements, work in _memory_work(_DTYPES[name], device):
-                found.append(_row(operation, name, [elements], _best(work, device)))
+                found.append(_row(operation, name, [elements], [_repeated(work, device)]))
     return found
 
 
-def _row(operation: str, dtype: str, shape: list[int], seconds: float) -> dict[str, Any]:
-    return {"operation": operation, "dtype": dtype, "shape": shape, "seconds": seconds}
+def _row(operation: str, dtype: str, shape: list[int], works: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """``works``: of each of the works that the row is the mean of, the seconds of its repetitions."""
+    quartiles = [sum(each) / len(works) for each in zip(*map(quartiles_of, works), strict=True)]
+    seconds = sum(map(min, works)) / len(works)
+    return {
+        "operation": operation,
+        "dtype": dtype,
+        "shape": shape,
+        "seconds": seconds,
+        "quartiles": quartiles,
+    }
 
 
 def _products(
@@ -158,15 +170,15 @@ def _cold(work: Callable[..., Any], inputs: Sequence[tuple[torch.Tensor, ...]]) 
     return call
 
 
-def _best(work: Work, device: torch.device) -> float:
-    """Seconds of the fastest repetition, after one that warms up."""
+def _repeated(work: Work, device: torch.device) -> list[float]:
+    """Seconds of each repetition, after one that warms up."""
     work()
     count = 1 if device.type == "cpu" else min(max(1, int(LAUNCHED_S / _timed(work, device))), MOST_TENSORS)
-    best, deadline, done = math.inf, time.perf_counter() + SECONDS, 0
-    while done < LEAST or (time.perf_counter() < deadline and done < 50):
-        best = min(best, _timed(work, device, count))
-        done += 1
-    return best
+    found: list[float] = []
+    deadline = time.perf_counter() + SECONDS
+    while len(found) < LEAST or (time.perf_counter() < deadline and len(found) < MOST):
+        found.append(_timed(work, device, count))
+    return found
 
 
 def _timed(work: Work, device: torch.device, count: int = 1) -> float:

@@ -1,6 +1,6 @@
 """What sharding a unit costs its host: FSDP2's hooks, gathers into and out of flat buffers, and its reduction, without bytes.
 
-    {"operation": "sharded_unit", "phase": "forward", "again": true, "parameters": 16, "seconds": 9e-4}
+    {"operation": "sharded_unit", "phase": "forward", "again": true, "parameters": 16, "seconds": 9e-4, "quartiles": [...]}
 
 Of one unit with so many parameters of a few elements: the host's own time in forward or backward, beyond what the same unit
 takes whole. ``again``: parameters are freed after forward and gathered again before backward (ZeRO 3), or kept (2). Waiting
@@ -13,6 +13,8 @@ import time
 from typing import Any
 
 import torch
+
+from trine.record.hardware import quartiles_of
 
 __all__ = ["PARAMETERS", "measure_sharding"]
 
@@ -57,9 +59,9 @@ def measure_sharding(device: torch.device) -> list[dict[str, Any]]:
             fully_shard(model, mesh=mesh, reshard_after_forward=again)  # has no parameters of its own
             sharded = _host_seconds(model, device)
             for phase, longer, before in zip(("forward", "backward"), sharded, whole, strict=True):
-                seconds = max(longer - before, 0.0) / UNITS
-                row = {"phase": phase, "again": again, "parameters": parameters, "seconds": seconds}
-                found.append({"operation": "sharded_unit", **row})
+                beyond = [max(seconds - min(before), 0.0) / UNITS for seconds in longer]
+                row = {"phase": phase, "again": again, "parameters": parameters, "seconds": min(beyond)}
+                found.append({"operation": "sharded_unit", **row, "quartiles": quartiles_of(beyond)})
     return found
 
 
@@ -67,8 +69,8 @@ def _units(parameters: int, device: torch.device) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(_Unit(parameters, device) for _ in range(UNITS)))
 
 
-def _host_seconds(model: torch.nn.Module, device: torch.device) -> tuple[float, float]:
-    """The fastest forward and backward: seconds that the host worked. A device's backward has a thread of its own."""
+def _host_seconds(model: torch.nn.Module, device: torch.device) -> tuple[list[float], list[float]]:
+    """Of each forward and each backward the seconds that the host worked. A device's backward has a thread of its own."""
     clock = time.thread_time if device.type == "cpu" else time.process_time
     x = torch.ones(ROWS, COLUMNS, device=device, requires_grad=True)
     forward, backward = [], []
@@ -80,4 +82,4 @@ def _host_seconds(model: torch.nn.Module, device: torch.device) -> tuple[float, 
         forward.append(between - began)
         backward.append(clock() - between)
         model.zero_grad()
-    return min(forward[WARM_UP:]), min(backward[WARM_UP:])
+    return forward[WARM_UP:], backward[WARM_UP:]

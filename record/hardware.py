@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,6 +36,7 @@ __all__ = [
     "peaks_of",
     "present_devices",
     "processor_name",
+    "quartiles_of",
     "store_calibration",
     "usable_cores",
 ]
@@ -56,7 +58,7 @@ class Peaks:
     ``collective`` the all-reduce's α (``alpha_s``), β (``bytes_per_s``), ``backend`` and ``ranks``.
     ``multiprocessors`` counts streaming multiprocessors or compute units. ``operations`` are single measured
     times, a mapping each: products by shape and dtype, work on memory by size, collectives by bytes
-    (:mod:`trine.profiler.calibrate_operations` says which).
+    (:mod:`trine.profiler.calibrate_operations` says which), and the ``quartiles`` of their repetitions.
     """
 
     name: str
@@ -152,6 +154,11 @@ def fit_latency_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> tup
     if slope <= 0:  # all latency, as far as can be seen: the largest message bounds the bandwidth
         slope = seconds[largest] / sizes[largest]
     return alpha, 1 / slope
+
+
+def quartiles_of(seconds: Sequence[float]) -> list[float]:
+    """The lower quartile, the median and the upper quartile of two repetitions or more: a calibration's own variation."""
+    return statistics.quantiles(seconds, n=4, method="inclusive")
 
 
 def cache_folder() -> Path:

@@ -27,7 +27,7 @@ def section(result: WhatIfs, analysis: Analysis, most_rows: int) -> Section | No
     worst = max(result.steps, key=lambda step: abs(step.error))
     words = (
         f"{len(result.steps)} recorded step{'s' if len(result.steps) != 1 else ''} replayed from "
-        f"{result.basis}: {result.replay_error:+.1%} off in the median step, {worst.error:+.1%} at worst; "
+        f"{result.basis}: {result.replay_error:.1%} off in the median step, {worst.error:+.1%} at worst; "
         f"{result.usual_error:+.1%} from the usual step. "
         + "; ".join(result.notes)
         + ("." if result.notes else "")

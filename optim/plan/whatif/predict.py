@@ -7,7 +7,8 @@ trusted. Then the changed graph is replayed, and the step is
 
 Its interval is a bootstrap over what was measured (Efron and Tibshirani 1993, chapter 13): steady steps are drawn with
 replacement, and of every draw the median is multiplied by the ratio of one of the replayed steps, drawn as well. A change
-is known as well as the calibration that it is read off: its size is drawn with the calibration's spread; and as well as the
+that reads calibrated times is known as well as they are: it is made again with calibrations that might have been measured as
+well (:attr:`OperationTimes.draws`), and the ratio is drawn with the deviation that they make. And it is known as well as the
 graph, whose own length is off by so much from the steps that it stands for.
 """
 
@@ -15,15 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import sqrt
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from trine.optim.config import Config
 from trine.optim.plan.whatif.build import Array, Steady, graph_of
-from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task
+from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task, is_pipeline
 from trine.optim.plan.whatif.replay import replay
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change, transforms
@@ -37,6 +39,8 @@ __all__ = ["Interval", "Recorded", "WhatIf", "recorded", "replayed", "what_if"]
 DRAWS = 1000
 #: Of the bootstrap's draws, what lies inside the interval.
 LEVEL = 0.95
+#: Ranks on whose step other calibrations are tried: times of a machine say of each alike.
+TRIED_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The answer. Times in seconds a step. ``replay_error`` is of the median step, relative; ``replay_errors`` of each.
+    """The answer. Times in seconds a step. ``replay_errors``: of each step, relative; ``replay_error`` the median of how far
+    they are off, either way.
 
     ``gain`` is what the step would be shorter by, negative where longer. ``notes`` are what is assumed. ``usual_error``:
     how far the graph that is changed, with its host as usual and its transfers apart, is from the usual step.
@@ -70,7 +75,7 @@ class WhatIf:
         asked = ", ".join(f"{key} = {value}" for key, value in self.changes.items())
         return (
             f"{asked}: {self.predicted.mid * 1e3:.4g} ms a step instead of {self.step.mid * 1e3:.4g} "
-            f"({self.predicted.low * 1e3:.4g} to {self.predicted.high * 1e3:.4g}; the replay is {self.replay_error:+.1%} off, "
+            f"({self.predicted.low * 1e3:.4g} to {self.predicted.high * 1e3:.4g}; the replay is {self.replay_error:.1%} off, "
             f"of the usual step {self.usual_error:+.1%})"
         )
 
@@ -99,12 +104,19 @@ class Recorded:
 
     def what_if(self, changes: Mapping[str, Any]) -> WhatIf:
         """Raises ``UsageError`` for keys that no transformation answers for, or that this record cannot answer."""
-        graph = _transformed(self.graph, changes, self.times)
+        times = self.times.watched()
+        graph = _transformed(self.graph, changes, times)
         ratios = np.array(
             [replay(step, graph.slowdown).seconds / self.base_s[step.index] for step in graph.steps]
         )
-        measured, error = self.measured, self.usual_error
-        before, after = _bootstrap(measured, ratios, self.times.spread, error)
+        measured, error, deviation = self.measured, self.usual_error, 0.0
+        if len(measured) == 1:
+            graph = graph.with_note("one step was recorded: how steps vary is not in the interval")
+        if times.asked:
+            if not self.times.draws:
+                graph = graph.with_note(_UNSURE)
+            deviation = _deviation(self.graph, changes, self.times)
+        before, after = _bootstrap(measured, ratios, deviation, error)
         usual = float(np.median(measured))
         predicted = usual * median(ratios.tolist())
         return WhatIf(
@@ -178,6 +190,27 @@ def _transformed(graph: Graph, changes: Mapping[str, Any], times: OperationTimes
     return graph
 
 
+#: Of a calibration of an earlier release.
+_UNSURE = "how calibrated times vary is not in the interval: this calibration keeps no quartiles; run trine hardware --calibrate again"
+
+
+def _deviation(graph: Graph, changes: Mapping[str, Any], times: OperationTimes) -> float:
+    """Of the ratio of the step with and without the changes, over calibrations that might have been measured as well."""
+    step = graph.steps[0]
+    if not is_pipeline(graph):
+        step = replace(step, ranks=step.ranks[:TRIED_RANKS])
+    graph = replace(graph, steps=(step,))
+
+    def seconds(each: OperationTimes) -> float:
+        return replay(_transformed(graph, changes, each).steps[0], graph.slowdown).seconds
+
+    if not times.draws:
+        return 0.0
+    usual = seconds(times)
+    off = [seconds(each) - usual for each in times.draws]
+    return sqrt(fmean(each**2 for each in off)) / replay(step, graph.slowdown).seconds
+
+
 def _apart(step: Step, slowdown: float) -> Step:
     """Host time without what transfers beside it cost: the replay adds it again."""
     return replace(step, ranks=tuple(_quick(each, slowdown) for each in step.ranks))
@@ -206,17 +239,18 @@ def _quick(each: RankStep, slowdown: float) -> RankStep:
     return replace(each, tasks=tuple(found))
 
 
-def _bootstrap(measured: Array, ratios: Array, spread: float, error: float) -> tuple[Array, Array]:
+def _bootstrap(measured: Array, ratios: Array, deviation: float, error: float) -> tuple[Array, Array]:
     """Medians of draws before the change, and the same draws after it, each of shape (DRAWS,).
 
-    ``spread``: relative, of the change's size. ``error``: of the graph, either way.
+    ``deviation``: of the ratio, by the calibration. ``error``: of the graph, relative, either way.
     """
     random = np.random.default_rng(0)
     drawn = random.choice(measured, (DRAWS, len(measured)))
     before = np.median(drawn, axis=1)
-    change = (random.choice(ratios, DRAWS) - 1) * np.maximum(1 + spread * random.standard_normal(DRAWS), 0.0)
+    change = random.choice(ratios, DRAWS) - 1 + deviation * random.standard_normal(DRAWS)
     # What the graph has too much of, or lacks, is in both replays: of it, only the change's share is in doubt.
-    return before, before * (1 + change * (1 + random.choice([-1, 1], DRAWS) * abs(error)))
+    after = before * (1 + change * (1 + random.choice([-1, 1], DRAWS) * abs(error)))
+    return before, np.maximum(after, 0.0)
 
 
 def _interval(mid: float, draws: Any) -> Interval:
@@ -225,5 +259,5 @@ def _interval(mid: float, draws: Any) -> Interval:
 
 
 def _typical(errors: Mapping[int, float]) -> float:
-    """The median step's."""
-    return median(errors.values()) if errors else 0.0
+    """The median of how far steps are off: what is too long in one and too short in another is no agreement."""
+    return median(map(abs, errors.values())) if errors else 0.0

@@ -1,13 +1,17 @@
 """What operations take on the machine that was calibrated, between the sizes that were measured.
 
 A prediction never takes a calibrated time as it is: it takes the *ratio* of two, times what the operator took on record,
-so that what both have in common (caches, neighbours, the clock) cancels.
+so that what both have in common (caches, neighbours, the clock) cancels. How far it is in doubt, other calibrations say that
+might have been measured: :meth:`OperationTimes.draws`.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,10 @@ Array = npt.NDArray[np.float64]
 #: Measured neighbours whose rates are averaged, by inverse squared distance of the logarithms of the sides.
 NEIGHBOURS = 6
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+#: Calibrations that are drawn: of the deviation that they make, a fifth is chance.
+DRAWN = 12
+#: Of a normal distribution the quartiles lie so many standard deviations apart.
+_QUARTILES = 1.349
 
 
 class Link:
@@ -49,7 +57,10 @@ class Link:
 
 
 class OperationTimes:
-    """Times by operation, dtype and size, from the ``operations`` of a calibration (:class:`Peaks`)."""
+    """Times by operation, dtype and size, from the ``operations`` of a calibration (:class:`Peaks`).
+
+    ``asked``: operations whose times were asked for; what asked for none is no surer with a better calibration.
+    """
 
     def __init__(self, peaks: Peaks | None) -> None:
         self.source = None if peaks is None else peaks.source
@@ -60,8 +71,8 @@ class OperationTimes:
         self._codecs: dict[str, tuple[float, float]] = {}
         self._units: dict[tuple[str, bool], list[tuple[int, float]]] = {}
         self.slowdown = 0.0  # seconds of computing lost a second of transfer beside it
+        self.asked: set[str] = set()
         self._read([] if peaks is None else list(peaks.operations))
-        self.spread = self._spread()
 
     def __bool__(self) -> bool:
         return bool(self._memory)
@@ -99,10 +110,38 @@ class OperationTimes:
             alpha, beta = fit_latency_bandwidth([call[0] for call in calls], [call[1] for call in calls])
             self._links[operation] = Link(alpha, beta, calls[0][2])
 
+    # --- how sure they are ---
+
+    def watched(self) -> OperationTimes:
+        """The same times, of which none was asked for yet."""
+        found = copy.copy(self)
+        found.asked = set()
+        return found
+
+    @cached_property
+    def draws(self) -> tuple[OperationTimes, ...]:
+        """:data:`DRAWN` calibrations that might have been measured as well; none where this one keeps no quartiles.
+
+        Every operation's times in a dtype are moved together, each size by as much as its own repetitions varied: what
+        disturbs one size disturbs its neighbours, and would not average out over a step's many sizes.
+        """
+        rows = [] if self._peaks is None else list(self._peaks.operations)
+        if self._peaks is None or not any(_deviation(row) for row in rows):
+            return ()
+        random = np.random.default_rng(0)
+        kinds = [(row["operation"], *(row.get(name) for name in ("dtype", "phase", "again"))) for row in rows]
+        found = []
+        for _ in range(DRAWN):
+            moved = {kind: float(random.standard_normal()) for kind in dict.fromkeys(kinds)}
+            drawn = [_moved(row, moved[kind]) for row, kind in zip(rows, kinds, strict=True)]
+            found.append(OperationTimes(replace(self._peaks, operations=drawn)))
+        return tuple(found)
+
     # --- single operations ---
 
     def product(self, product: Product, dtype: str) -> float:
         """Seconds. Raises ``UsageError`` where this dtype was not calibrated."""
+        self.asked.add("product")
         key = (product.batch > 1, dtype)
         if key not in self._products:
             key = (False, dtype)
@@ -117,6 +156,7 @@ class OperationTimes:
 
         Raises ``UsageError`` where this work was not calibrated in this dtype.
         """
+        self.asked.add(work)
         if (work, dtype) not in self._memory:
             raise UsageError(self._missing(f"{work} in {dtype}"))
         sizes, seconds = self._memory[(work, dtype)]
@@ -128,34 +168,18 @@ class OperationTimes:
         """Whether products in this dtype were calibrated."""
         return (False, dtype) in self._products
 
-    def _spread(self) -> float:
-        """How far products are from what their neighbours say of them: the median deviation of the ratio of two dtypes, of
-        each product left out in turn, as a standard deviation (1.4826 times it); 0 where one dtype was calibrated."""
-        off: list[float] = []
-        for batched in (False, True):
-            tables = [table for (many, _), table in sorted(self._products.items()) if many == batched]
-            if (
-                len(tables) < 2
-                or len(tables[0][0]) < 3
-                or any(len(t[0]) != len(tables[0][0]) for t in tables)
-            ):
-                continue
-            sides, ratios = tables[0][0], tables[1][1] - tables[0][1]
-            for place in range(len(sides)):
-                others = np.arange(len(sides)) != place
-                off.append(abs(_between(sides[place], sides[others], ratios[others]) - float(ratios[place])))
-        return 1.4826 * float(np.median(off)) if off else 0.0
-
     # --- between ranks ---
 
     def link(self, operation: str) -> Link:
         """Of a collective of the calibration's ranks. Raises ``UsageError`` where it was not calibrated."""
+        self.asked.add(operation)
         if operation not in self._links:
             raise UsageError(self._missing(operation))
         return self._links[operation]
 
     def codec(self, name: str) -> tuple[float, float]:
         """(seconds to encode and decode a plain byte, plain bytes over sent bytes). Raises ``UsageError``."""
+        self.asked.add("codec")
         if name not in self._codecs:
             raise UsageError(self._missing(f"the codec {name}"))
         return self._codecs[name]
@@ -163,6 +187,7 @@ class OperationTimes:
     def sharded_unit(self, phase: str, parameters: int, again: bool) -> float | None:
         """Seconds that a host works for a unit of so many parameters in a phase because it is sharded, without bytes; ``again``
         where it is gathered twice. None where that was not calibrated."""
+        self.asked.add("sharded_unit")
         found = self._units.get((phase, again), [])
         if len({count for count, _ in found}) < 2:
             return None
@@ -173,6 +198,19 @@ class OperationTimes:
         if self._peaks is None:
             return f"{what}: this machine is not calibrated: run trine hardware --calibrate where the record is from"
         return f"{what} is not in this machine's calibration: run trine hardware --calibrate again"
+
+
+def _deviation(row: Mapping[str, Any]) -> float:
+    """A row's standard deviation over its repetitions, relative; nought where it keeps no quartiles."""
+    low, middle, high = row.get("quartiles") or (1.0, 1.0, 1.0)
+    return (high - low) / (_QUARTILES * middle) if middle > 0 else 0.0
+
+
+def _moved(row: Mapping[str, Any], deviations: float) -> Mapping[str, Any]:
+    """A row as many standard deviations of its repetitions slower."""
+    if not (deviation := _deviation(row)):
+        return row
+    return {**row, "seconds": row["seconds"] * math.exp(deviation * deviations)}
 
 
 def _between(here: Array, sides: Array, values: Array) -> float:

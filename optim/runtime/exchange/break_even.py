@@ -90,7 +90,8 @@ def estimate_of(assembly: Assembly, share: float = 1.0) -> Estimate:
     total = sum(p.numel() for p in shapes.values())
     size = sum(p.numel() * p.element_size() for p in shapes.values())
     link = link_of("all_reduce", facts.device)
-    ratio, sample_s, elements = measure_codec(communication, shapes, facts.ranks, facts.device)
+    ratio, seconds, elements = measure_codec(communication, shapes, facts.ranks, facts.device)
+    sample_s = min(seconds)
     codec_s = sample_s * total / elements * share
     buckets = max(1.0, size / BUCKET_BYTES)
     extra = (CODECS[communication.compression] - 1) * buckets
@@ -100,8 +101,8 @@ def estimate_of(assembly: Assembly, share: float = 1.0) -> Estimate:
 
 def measure_codec(
     communication: Communication, parameters: Mapping[str, torch.Tensor], ranks: int, device: torch.device
-) -> tuple[float, float, int]:
-    """Ratio of bytes, seconds, and elements of a sample of these parameters' gradients, drawn at random.
+) -> tuple[float, list[float], int]:
+    """Ratio of bytes, seconds of each repetition, and elements of a sample of these parameters' gradients, drawn at random.
 
     The sample takes parameters in their order until it holds about a million elements, the last one cut to rows.
     """
@@ -117,7 +118,7 @@ def measure_codec(
     generator = torch.Generator(device).manual_seed(0)
     drawn = torch.randn(start, generator=generator, device=device, dtype=torch.float32).to(dtype)
     reduction = reduction_of(communication, lambda flat: None, Alone(ranks), device)
-    best = float("inf")
+    seconds: list[float] = []
     for _ in range(REPEATS):
         bucket = Bucket(drawn.clone(), tuple(pieces))
         _wait(device)
@@ -125,8 +126,8 @@ def measure_codec(
         with torch.no_grad():
             reduction.mean(bucket)
         _wait(device)
-        best = min(best, time.perf_counter() - began)
-    return reduction.traffic.plain / reduction.traffic.sent, best, start
+        seconds.append(time.perf_counter() - began)
+    return reduction.traffic.plain / reduction.traffic.sent, seconds, start
 
 
 def _fitting(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """What codecs of gradients cost on this machine: rows of a calibration (``trine hardware --calibrate``) for what-ifs.
 
-    {"operation": "codec", "dtype": "int8", "bytes": 4194304, "seconds": 2.1e-3, "ratio": 3.9, "ranks": 2}
+    {"operation": "codec", "dtype": "int8", "bytes": 4194304, "seconds": 2.1e-3, "quartiles": [2.1e-3, 2.2e-3, 2.3e-3],
+     "ratio": 3.9, "ranks": 2}
 
 ``bytes`` are those of the plain gradients, ``ratio`` how many times fewer are sent.
 """
@@ -13,6 +14,7 @@ import torch
 
 from trine.optim.config import CODECS, Communication
 from trine.optim.runtime.exchange.break_even import measure_codec
+from trine.record.hardware import quartiles_of
 
 __all__ = ["codecs_of"]
 
@@ -29,5 +31,6 @@ def codecs_of(device: torch.device, ranks: int = 2) -> list[dict[str, Any]]:
 def _row(name: str, sample: dict[str, torch.Tensor], ranks: int, device: torch.device) -> dict[str, Any]:
     ratio, seconds, elements = measure_codec(Communication(compression=name), sample, ranks, device)
     return {
-        "operation": "codec", "dtype": name, "bytes": 4 * elements, "seconds": seconds, "ratio": ratio, "ranks": ranks,
+        "operation": "codec", "dtype": name, "bytes": 4 * elements, "seconds": min(seconds),
+        "quartiles": quartiles_of(seconds), "ratio": ratio, "ranks": ranks,
     }  # fmt: skip

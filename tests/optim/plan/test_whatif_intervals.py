@@ -1,0 +1,104 @@
+"""How sure an answer is: by how steps varied, by how the calibration's own repetitions did, and by nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from whatif_steps import calibration, run
+
+from trine.optim.plan.whatif.build import Steady
+from trine.optim.plan.whatif.predict import Recorded
+from trine.optim.plan.whatif.times import OperationTimes
+
+#: Half of what 95 % of a normal distribution's draws lie within, in standard deviations.
+WITHIN = 1.96
+UNSURE = "this calibration keeps no quartiles"
+
+
+def varied(
+    times: OperationTimes, operation: str, deviation: float, dtype: str | None = None
+) -> OperationTimes:
+    """The same calibration, the repetitions of one operation so far from each other (relative, as a standard deviation)."""
+    peaks = times._peaks
+    assert peaks is not None
+    rows = []
+    for row in peaks.operations:
+        if row["operation"] == operation and dtype in (None, row.get("dtype")):
+            half = deviation * 1.349 / 2
+            quartiles = [row["seconds"] * each for each in (1 - half, 1.0, 1 + half)]
+            row = {**row, "quartiles": quartiles}
+        rows.append(row)
+    return OperationTimes(replace(peaks, operations=rows))
+
+
+def steady(recorded: Recorded) -> Recorded:
+    """Steps that were all alike."""
+    return replace(recorded, steady=Steady(np.full(30, recorded.base_s[5]), {}))
+
+
+def test_a_change_that_reads_no_calibrated_time_is_as_sure_as_the_steps() -> None:
+    found = steady(run(varied(calibration(), "product", 0.3)))
+    for change in ({"loader_wait": False}, {"straggler": False}, {"product_speed": 2}):
+        answer = found.what_if(change)
+        assert answer.gain.low == pytest.approx(answer.gain.high), change
+        assert not any(UNSURE in note for note in answer.notes)
+
+
+def test_a_product_that_varied_by_a_tenth_is_a_tenth_of_its_time_in_doubt() -> None:
+    found = steady(run(varied(calibration(), "product", 0.1, "bf16")))
+    products = sum(task.seconds for task in found.graph.steps[0].ranks[0].tasks if task.kind == "product")
+    gain = found.what_if({"precision.dtype": "bf16"}).gain
+    # In bf16 products take a quarter. A dozen draws tell a deviation to a fifth of it or so.
+    assert (gain.high - gain.low) / 2 == pytest.approx(WITHIN * 0.1 * products / 4, rel=0.5)
+    assert gain.low < gain.mid < gain.high
+    # Both dtypes of the sums between products vary alike there and here: nothing of compiling is a product's.
+    other = found.what_if({"compute.compile": "blocks"}).gain
+    assert other.low == pytest.approx(other.high)
+
+
+def test_a_gain_that_is_smaller_than_what_it_rests_on_varied_may_be_a_cost() -> None:
+    # Products in bf16 that are hardly faster than in fp32; what is between them gains what casts cost.
+    peaks = calibration()._peaks
+    assert peaks is not None
+    rows = [
+        {**row, "seconds": 3.9 * row["seconds"]}
+        if (row["operation"], row.get("dtype")) == ("product", "bf16")
+        else row
+        for row in peaks.operations
+    ]
+    times = OperationTimes(replace(peaks, operations=rows))
+    change = {"precision.dtype": "bf16"}
+    sure, unsure = (
+        steady(run(each)).what_if(change).gain for each in (times, varied(times, "product", 0.1, "bf16"))
+    )
+    assert 0 < sure.low == pytest.approx(sure.high)
+    assert unsure.mid == sure.mid and unsure.low < 0 < unsure.high
+
+
+def test_a_calibration_of_an_earlier_release_is_read_and_said_to_lack_its_variation() -> None:
+    answer = steady(run()).what_if({"precision.dtype": "bf16"})
+    assert any(UNSURE in note for note in answer.notes) and answer.gain.mid > 0
+    sure = steady(run(varied(calibration(), "product", 0.1))).what_if({"precision.dtype": "bf16"})
+    assert not any(UNSURE in note for note in sure.notes)
+
+
+def test_no_step_is_predicted_to_take_less_than_nothing() -> None:
+    found = run(varied(calibration(), "product", 2.0))
+    found = replace(found, steady=Steady(found.base_s[5] / np.linspace(1.0, 5.0, 30), {}))
+    for change in ({"precision.dtype": "bf16"}, {"product_speed": 1e9}, {"memory_speed": 1e9}):
+        answer = found.what_if(change)
+        assert answer.predicted.low >= 0 and answer.gain.high <= answer.step.high
+
+
+def test_a_single_step_says_that_it_is_one() -> None:
+    said = "one step was recorded: how steps vary is not in the interval"
+    assert said in run().what_if({"loader_wait": False}).notes
+    assert said not in steady(run()).what_if({"loader_wait": False}).notes
+
+
+def test_errors_of_both_signs_do_not_cancel() -> None:
+    found = replace(run(), replay_errors={1: 0.3, 2: -0.3})
+    answer = found.what_if({"loader_wait": False})
+    assert answer.replay_error == pytest.approx(0.3) and "the replay is 30.0% off" in str(answer)
