@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+import planner
+import planner_peaks
+import planner_rows
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "plan.md"
 
 ROW = {
     "table": "made",
@@ -45,46 +45,32 @@ ROW = {
 }
 
 
-@pytest.fixture(scope="module")
-def rows() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("planner_rows")
-
-
-@pytest.fixture(scope="module")
-def planner() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("planner")
-
-
-def one(rows: ModuleType, **changes: str) -> Any:
-    runs, skipped = rows.read_rows([{**ROW, **changes}])
+def one(**changes: str) -> Any:
+    runs, skipped = planner_rows.read_rows([{**ROW, **changes}])
     assert not skipped, skipped
     return runs[0]
 
 
-def reason(rows: ModuleType, **changes: str) -> str:
-    runs, skipped = rows.read_rows([{**ROW, **changes}])
+def reason(**changes: str) -> str:
+    runs, skipped = planner_rows.read_rows([{**ROW, **changes}])
     assert not runs and len(skipped) == 1
     return str(skipped[0].reason)
 
 
-def test_data_ranks_and_micro_batches_are_derived(rows: ModuleType) -> None:
-    run = one(rows)
+def test_data_ranks_and_micro_batches_are_derived() -> None:
+    run = one()
     assert (run.layout["data"], run.layout["microbatches"]) == (4, 4)
     assert run.layout["recompute"] == "selective" and run.stack.name == "megatron-lm-2022"
     assert run.cluster.nodes == 8 and run.cluster.between.bandwidth.bytes_per_s == 25e9
 
 
-def test_data_ranks_that_do_not_fit_the_devices_are_corrected_and_said(rows: ModuleType) -> None:
-    run = one(rows, dp="16")
+def test_data_ranks_that_do_not_fit_the_devices_are_corrected_and_said() -> None:
+    run = one(dp="16")
     assert run.layout["data"] == 4 and any("data ranks" in note for note in run.assumed)
 
 
-def test_throughput_is_a_truth_too(rows: ModuleType) -> None:
-    run = one(rows, step_time_s="", tokens_per_s_gpu="525.1")
+def test_throughput_is_a_truth_too() -> None:
+    run = one(step_time_s="", tokens_per_s_gpu="525.1")
     assert run.seconds == pytest.approx(64 * 2048 / 64 / 525.1)
 
 
@@ -99,8 +85,8 @@ def test_throughput_is_a_truth_too(rows: ModuleType) -> None:
         ("", "bf16"),
     ],
 )
-def test_precisions_as_people_write_them(rows: ModuleType, text: str, precision: str) -> None:
-    run = one(rows, precision=text, gpu="H100-SXM-80GB")
+def test_precisions_as_people_write_them(text: str, precision: str) -> None:
+    run = one(precision=text, gpu="H100-SXM-80GB")
     assert run.layout["precision"] == precision
     assert run.stack.fp8_gain == {"fp8 rowwise": 0.0, "NVFP4": 2.0}.get(text, 1.0)
 
@@ -115,20 +101,20 @@ def test_precisions_as_people_write_them(rows: ModuleType, text: str, precision:
         ("selective layer", "budget"),
     ],
 )
-def test_recomputation_as_people_write_it(rows: ModuleType, text: str, recompute: str) -> None:
-    run = one(rows, recompute=text)
+def test_recomputation_as_people_write_it(text: str, recompute: str) -> None:
+    run = one(recompute=text)
     assert run.layout["recompute"] == recompute
     if not text:
         assert "recomputation selective" in run.assumed
 
 
-def test_a_range_is_its_middle_and_said(rows: ModuleType) -> None:
-    run = one(rows, step_time_s="3.8-4.0")
+def test_a_range_is_its_middle_and_said() -> None:
+    run = one(step_time_s="3.8-4.0")
     assert run.seconds == pytest.approx(3.9) and any("middle" in note for note in run.assumed)
 
 
-def test_layers_come_from_parameters_where_nobody_says_them(rows: ModuleType) -> None:
-    run = one(rows, layers="", params_b="22.0")
+def test_layers_come_from_parameters_where_nobody_says_them() -> None:
+    run = one(layers="", params_b="22.0")
     assert run.workload.layers == 48 and any("48 layers" in note for note in run.assumed)
 
 
@@ -145,10 +131,8 @@ def test_layers_come_from_parameters_where_nobody_says_them(rows: ModuleType) ->
         ({"gbs": "", "mbs": ""}, "neither global batch nor micro-batch"),
     ],
 )
-def test_what_cannot_be_predicted_is_skipped_with_its_reason(
-    rows: ModuleType, changes: dict[str, str], said: str
-) -> None:
-    found = reason(rows, **changes)
+def test_what_cannot_be_predicted_is_skipped_with_its_reason(changes: dict[str, str], said: str) -> None:
+    found = reason(**changes)
     assert said in found and "\n" not in found
 
 
@@ -161,9 +145,9 @@ def test_what_cannot_be_predicted_is_skipped_with_its_reason(
     ],
 )
 def test_unknown_software_is_what_trains_in_such_layouts_and_said(
-    rows: ModuleType, changes: dict[str, str], stack: str
+    changes: dict[str, str], stack: str
 ) -> None:
-    run = one(rows, framework="Our own trainer", **changes)
+    run = one(framework="Our own trainer", **changes)
     assert run.stack.name == stack and f"Our own trainer as {stack}" in run.assumed
 
 
@@ -180,10 +164,8 @@ def test_unknown_software_is_what_trains_in_such_layouts_and_said(
         ({"pp_schedule": "breadth-first"}, {"schedule": "looped-bfs", "chunks": 2}),
     ],
 )
-def test_shards_and_schedules_as_people_write_them(
-    rows: ModuleType, changes: dict[str, str], layout: dict[str, Any]
-) -> None:
-    found = one(rows, **changes).layout
+def test_shards_and_schedules_as_people_write_them(changes: dict[str, str], layout: dict[str, Any]) -> None:
+    found = one(**changes).layout
     assert {name: found[name] for name in layout} == layout
 
 
@@ -191,70 +173,70 @@ def test_shards_and_schedules_as_people_write_them(
     ("notes", "kind"),
     [("max_memory_allocated", "allocated"), ("by nvidia-smi", "used"), ("", "reserved")],
 )
-def test_memory_is_what_notes_say(rows: ModuleType, notes: str, kind: str) -> None:
-    assert one(rows, notes=notes, mem_gib="40").memory_is == kind
+def test_memory_is_what_notes_say(notes: str, kind: str) -> None:
+    assert one(notes=notes, mem_gib="40").memory_is == kind
 
 
-def test_a_known_model_needs_no_dimensions(rows: ModuleType) -> None:
+def test_a_known_model_needs_no_dimensions() -> None:
     bare = dict.fromkeys(("hidden", "heads", "ffn", "layers", "vocab"), "")
-    run = one(rows, model="Qwen3_30B_a3B (tokendrop)", **bare)
+    run = one(model="Qwen3_30B_a3B (tokendrop)", **bare)
     assert run.workload.experts == 128 and run.workload.hidden == 2048 and run.workload.sequence == 2048
     assert (
         run.workload.load_imbalance == 1.0 and "Qwen3_30B_a3B (tokendrop) as it is published" in run.assumed
     )
 
 
-def test_latent_attention_is_the_published_models(rows: ModuleType) -> None:
-    run = one(rows, model="DeepSeek-V3", hidden="7168", heads="128", layers="61", experts="256", topk="8")
+def test_latent_attention_is_the_published_models() -> None:
+    run = one(model="DeepSeek-V3", hidden="7168", heads="128", layers="61", experts="256", topk="8")
     assert run.workload.latent is not None
-    assert one(rows, model="DeepSeek-V3", hidden="1024").workload.latent is None
+    assert one(model="DeepSeek-V3", hidden="1024").workload.latent is None
 
 
-def test_an_erratum_is_of_a_table_and_can_be_left_out(rows: ModuleType) -> None:
+def test_an_erratum_is_of_a_table_and_can_be_left_out() -> None:
     stated = {
         **ROW,
         "table": "vtrain_ground_truth_single",
         "recompute": "full",
         "framework": "Megatron-DeepSpeed",
     }
-    (run,), _ = rows.read_rows([stated])
+    (run,), _ = planner_rows.read_rows([stated])
     assert run.layout["recompute"] == "none" and any("faster than the stated" in note for note in run.assumed)
-    assert rows.read_rows([stated], as_stated=True)[0][0].layout["recompute"] == "full"
-    assert rows.read_rows([{**stated, "table": "made"}])[0][0].layout["recompute"] == "full"
+    assert planner_rows.read_rows([stated], as_stated=True)[0][0].layout["recompute"] == "full"
+    assert planner_rows.read_rows([{**stated, "table": "made"}])[0][0].layout["recompute"] == "full"
 
 
-def test_runs_near_all_their_peaks_are_counted_by_table(rows: ModuleType) -> None:
-    peaks = importlib.import_module("planner_peaks")
+def test_runs_near_all_their_peaks_are_counted_by_table() -> None:
     times = ("0.5", "50", "60")
-    runs = [one(rows, recompute="full", framework="Megatron-DeepSpeed", step_time_s=time) for time in times]
-    assert peaks.near_all_peaks(runs) == {"made": 1}
+    runs = [one(recompute="full", framework="Megatron-DeepSpeed", step_time_s=time) for time in times]
+    assert planner_peaks.near_all_peaks(runs) == {"made": 1}
     assert (
-        peaks.near_all_peaks([replace(run, layout={**run.layout, "recompute": "none"}) for run in runs]) == {}
+        planner_peaks.near_all_peaks(
+            [replace(run, layout={**run.layout, "recompute": "none"}) for run in runs]
+        )
+        == {}
     )
 
 
-def test_out_of_memory_is_a_truth_without_time(rows: ModuleType) -> None:
-    run = one(rows, step_time_s="", oom="1.0")
+def test_out_of_memory_is_a_truth_without_time() -> None:
+    run = one(step_time_s="", oom="1.0")
     assert run.oom and run.seconds is None
 
 
-def test_adapters_freeze_weights(rows: ModuleType) -> None:
-    assert one(rows, notes="LoRA Performance").frozen
+def test_adapters_freeze_weights() -> None:
+    assert one(notes="LoRA Performance").frozen
 
 
 @given(st.data())
-def test_no_row_crashes(rows: ModuleType, data: st.DataObject) -> None:
+def test_no_row_crashes(data: st.DataObject) -> None:
     words = st.sampled_from(
         ["", "nan", "-1", "0", "1e9", "3-5", "many", "fp8", "selective", "A100", "α", "None", "4x"]
     )
     changed = data.draw(st.dictionaries(st.sampled_from(sorted(ROW)), words, max_size=6))
-    runs, skipped = rows.read_rows([{**ROW, **changed}])
+    runs, skipped = planner_rows.read_rows([{**ROW, **changed}])
     assert len(runs) + len(skipped) == 1
 
 
-def test_scores_of_a_file_of_ones_own(
-    planner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_of_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = [
         {**ROW, "row_id": "made-2", "tp": "4", "pp": "4", "step_time_s": "4.3"},
         {**ROW, "row_id": "made-3", "gpu": "Abacus 3000"},
@@ -281,7 +263,7 @@ def test_scores_of_a_file_of_ones_own(
     assert planner.main(["--runs", str(tmp_path / "absent.csv")]) == 2
 
 
-def test_tau_counts_pairs_in_order(planner: ModuleType) -> None:
+def test_tau_counts_pairs_in_order() -> None:
     first = np.asarray([1.0, 2.0, 3.0, 4.0])
     assert planner.kendall_tau(first, first) == 1
     assert planner.kendall_tau(first, -first) == -1
@@ -290,17 +272,17 @@ def test_tau_counts_pairs_in_order(planner: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_published_runs_are_met(planner: ModuleType, rows: ModuleType, tables: Path) -> None:
-    found = planner.score(*rows.read_runs(tables / "training_runs.csv"))["summary"]
+def test_published_runs_are_met(tables: Path) -> None:
+    found = planner.score(*planner_rows.read_runs(tables / "training_runs.csv"))["summary"]
     assert found["coverage"] > 0.95 and found["configs_per_minute"] > 100_000
     assert found["step_error_median"] < 0.08 and found["step_error_p90"] < 0.2
     assert found["tau_single"] > 0.85
 
 
 @pytest.mark.slow
-def test_the_page_says_what_the_score_says(planner: ModuleType, rows: ModuleType, tables: Path) -> None:
-    text = (BENCHMARKS.parent / "docs" / "plan.md").read_text(encoding="utf-8")
-    found = planner.score(*rows.read_runs(tables / "training_runs.csv"))["summary"]
+def test_the_page_says_what_the_score_says(tables: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    found = planner.score(*planner_rows.read_runs(tables / "training_runs.csv"))["summary"]
     said = {
         name: float(value) / (100 if percent else 1)
         for name, value, percent in (
@@ -313,6 +295,6 @@ def test_the_page_says_what_the_score_says(planner: ModuleType, rows: ModuleType
     for name, value in said.items():
         assert found[name] == pytest.approx(value, abs=0.006), name
     (near,) = re.findall(r"with it (\d+) of them would come within 15 %", text)
-    stated = rows.read_runs(tables / "training_runs.csv", as_stated=True)[0]
-    counted = importlib.import_module("planner_peaks").near_all_peaks(stated)
+    stated = planner_rows.read_runs(tables / "training_runs.csv", as_stated=True)[0]
+    counted = planner_peaks.near_all_peaks(stated)
     assert counted["vtrain_ground_truth_single"] == int(near) and sum(counted.values()) == int(near) + 1

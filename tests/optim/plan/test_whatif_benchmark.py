@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
+import whatif
 
 from trine.optim.config import Config
 from trine.optim.plan.whatif import Interval, WhatIf
-
-BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "whatif.py"
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("whatif_benchmark", BENCHMARK)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["whatif_benchmark"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def answer(predicted: float, step: float = 0.2) -> WhatIf:
@@ -30,11 +14,11 @@ def answer(predicted: float, step: float = 0.2) -> WhatIf:
     return WhatIf({}, "operators", 0.0, {}, Interval(step, step, step), even, even, ())
 
 
-def test_errors_are_of_the_step_and_of_the_ratio(benchmark: ModuleType) -> None:
-    rows = benchmark.rows_of("gpt", {"bf16": answer(0.11)}, {"plain": [0.4] * 5, "bf16": [0.2] * 5})
+def test_errors_are_of_the_step_and_of_the_ratio() -> None:
+    rows = whatif.rows_of("gpt", {"bf16": answer(0.11)}, {"plain": [0.4] * 5, "bf16": [0.2] * 5})
     assert rows[0].error == pytest.approx(0.11 / 0.2 - 1)
     assert rows[0].ratio_error == pytest.approx(0.55 / 0.5 - 1) and rows[0].sign is True
-    assert benchmark.summary_of(rows)["step_error_median"] == pytest.approx(0.45)
+    assert whatif.summary_of(rows)["step_error_median"] == pytest.approx(0.45)
 
 
 @pytest.mark.parametrize(
@@ -45,26 +29,24 @@ def test_errors_are_of_the_step_and_of_the_ratio(benchmark: ModuleType) -> None:
         ([0.3, 0.5, 0.41, 0.39, 0.4], None),
     ],
 )
-def test_a_sign_is_judged_beyond_noise_alone(
-    benchmark: ModuleType, measured: list[float], sign: bool | None
-) -> None:
-    rows = benchmark.rows_of("gpt", {"bf16": answer(0.1)}, {"plain": [0.4] * 5, "bf16": measured})
+def test_a_sign_is_judged_beyond_noise_alone(measured: list[float], sign: bool | None) -> None:
+    rows = whatif.rows_of("gpt", {"bf16": answer(0.1)}, {"plain": [0.4] * 5, "bf16": measured})
     assert rows[0].sign is sign
 
 
-def test_a_ratio_is_covered_where_the_interval_holds_it(benchmark: ModuleType) -> None:
+def test_a_ratio_is_covered_where_the_interval_holds_it() -> None:
     even = Interval(0.2, 0.2, 0.2)
     wide = WhatIf({}, "operators", 0.0, {}, even, Interval(0.09, 0.11, 0.13), even, ())
     measured = {"plain": [0.4] * 5, "a": [0.24] * 5, "b": [0.3] * 5}  # 0.12 and 0.15 s of 0.2
-    rows = benchmark.rows_of("gpt", {"a": wide, "b": wide}, measured)
+    rows = whatif.rows_of("gpt", {"a": wide, "b": wide}, measured)
     assert [row.covered for row in rows] == [True, False]
-    assert benchmark.summary_of(rows)["covered"] == 1
+    assert whatif.summary_of(rows)["covered"] == 1
 
 
-def test_what_was_not_answered_or_not_measured_is_no_row(benchmark: ModuleType) -> None:
-    assert benchmark.rows_of("gpt", {"bf16": "no answer", "zero 1": answer(0.1)}, {"plain": [0.4]}) == []
+def test_what_was_not_answered_or_not_measured_is_no_row() -> None:
+    assert whatif.rows_of("gpt", {"bf16": "no answer", "zero 1": answer(0.1)}, {"plain": [0.4]}) == []
 
 
-def test_every_change_is_one_that_the_configuration_takes(benchmark: ModuleType) -> None:
-    for change in benchmark.CHANGES.values():
+def test_every_change_is_one_that_the_configuration_takes() -> None:
+    for change in whatif.CHANGES.values():
         assert Config().with_changes(change).changes() == change
