@@ -139,4 +139,4 @@ def healthy(facts: Facts) -> str | None:
     replayed = blocking(facts)
     if replayed is None or found_in(facts) is not None or replayed.blocking >= SHARE:
         return None
-    return f"Blocking calls: {percent(max(replayed.blocking, 0.0))} of the step would go without their waits (fault from {percent(SHARE)})"
+    return f"Blocking calls: {percent(max(replayed.blocking, 0.0))} of the {facts.unit} would go without their waits (fault from {percent(SHARE)})"

@@ -98,4 +98,4 @@ def healthy(facts: Facts) -> str | None:
     stall = _stall(facts)
     if stall is None or stall.share >= SHARE:
         return None
-    return f"Input: {percent(stall.share)} of the step waits for the next batch (fault from {percent(SHARE)})"
+    return f"Input: {percent(stall.share)} of the {facts.unit} waits for the next batch (fault from {percent(SHARE)})"

@@ -253,5 +253,5 @@ def healthy(facts: Facts) -> str | None:
         return None
     share = worst.cost_ns / facts.step_ns
     if share >= LATE_SHARE:
-        return f"Stragglers: no rank is late time after time; ranks take turns (at most {percent(share)} of the step)"
-    return f"Stragglers: the latest rank ({worst.rank}) costs the others {percent(share)} of the step (fault from {percent(LATE_SHARE)})"
+        return f"Stragglers: no rank is late time after time; ranks take turns (at most {percent(share)} of the {facts.unit})"
+    return f"Stragglers: the latest rank ({worst.rank}) costs the others {percent(share)} of the {facts.unit} (fault from {percent(LATE_SHARE)})"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from analysis_builders import breakdown, build, communication, rank_result, shares, steps_table
 
+import trine
 from trine.analyzers.diagnose import diagnose
 from trine.analyzers.reports import html, markdown, text
 from trine.analyzers.reports.document import FindingCard
@@ -100,3 +102,11 @@ def test_owners_that_a_terminal_has_no_room_for_are_said_to_be_listed_elsewhere(
 
 def test_the_curve_of_memory_says_highest_and_claims_no_bound() -> None:
     assert words("en")["at_most"] == "highest"
+
+
+@pytest.mark.parametrize("name", ["healthy_1pct.sqlite", "mfu_2gpu_before.sqlite"])
+def test_a_window_without_step_marks_is_called_no_step(data: Path, name: str) -> None:
+    analysis = trine.analyze(trine.load(data / "traces" / "nsys" / name))
+    said = [one.statement for one in analysis.not_bound_by if " of the " in one.statement]
+    assert said and not [statement for statement in said if "of the step" in statement]
+    assert any("of the window" in statement for statement in said)
