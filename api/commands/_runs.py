@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = [
     "progress_wanted",
     "refuse_overwriting",
     "refuse_repeats",
+    "terminal_style",
     "write_output",
 ]
 
@@ -174,6 +176,17 @@ def _replace(output: Path, content: bytes) -> None:
     except OSError:
         half.unlink(missing_ok=True)
         raise
+
+
+def terminal_style(output: Path | None, columns: int = 100) -> tuple[bool, int]:
+    """Whether a text report is in colour, and its columns: those of the terminal that it goes to, else ``columns`` and no colour.
+
+    https://no-color.org: any value turns colours off; so does a terminal that says it has none.
+    """
+    if output is not None or not sys.stdout.isatty():
+        return False, columns
+    colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return colour, shutil.get_terminal_size((columns, 24)).columns
 
 
 def refuse_overwriting(output: Path | None, inputs: Iterable[str | Path]) -> None:

@@ -14,15 +14,13 @@ Exit codes: 0 analysed, whatever came out; 2 bad usage or unreadable input. Neve
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trine.record.errors import UsageError
 
-from ._runs import form_of, json_text, progress_wanted, refuse_overwriting, write_output
+from ._runs import form_of, json_text, progress_wanted, refuse_overwriting, terminal_style, write_output
 
 if TYPE_CHECKING:
     from trine.analyzers.results import Analysis
@@ -128,11 +126,5 @@ def _render(analysis: Analysis, form: str, arguments: argparse.Namespace) -> str
         return html.render(analysis, language=arguments.lang)
     from trine.analyzers.reports import text
 
-    terminal = arguments.output is None and sys.stdout.isatty()
-    width = shutil.get_terminal_size((text.WIDTH, 24)).columns if terminal else text.WIDTH
-    return text.render(analysis, colour=terminal and _colour(), width=width, language=arguments.lang)
-
-
-def _colour() -> bool:
-    """https://no-color.org: any value turns colours off; so does a terminal that says it has none."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    colour, width = terminal_style(arguments.output, text.WIDTH)
+    return text.render(analysis, colour=colour, width=width, language=arguments.lang)

@@ -16,15 +16,13 @@ Exit codes: 0 planned; 2 bad usage, or no layout works: the line says which cons
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trine.record.errors import UsageError
 
-from ._runs import FORMAT_HELP, form_of, json_text, refuse_overwriting, write_output
+from ._runs import FORMAT_HELP, form_of, json_text, refuse_overwriting, terminal_style, write_output
 
 if TYPE_CHECKING:
     from trine.optim.plan.planning import Plan
@@ -134,11 +132,8 @@ def _render(found: Plan, form: str, output: Path | None) -> str:
         return report.render_markdown(found)
     if form == "html":
         return report.render_html(found)
-    terminal = output is None and sys.stdout.isatty()
-    colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return report.render_text(
-        found, colour=colour, width=shutil.get_terminal_size((100, 24)).columns if terminal else 100
-    )
+    colour, width = terminal_style(output)
+    return report.render_text(found, colour=colour, width=width)
 
 
 def _tokens(text: str) -> float:

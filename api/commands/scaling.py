@@ -14,13 +14,18 @@ Exit codes: 0 compared, whatever came out; 2 bad usage or unreadable input; 3 th
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._runs import FORMAT_HELP, form_of, load_runs, refuse_overwriting, refuse_repeats, write_output
+from ._runs import (
+    FORMAT_HELP,
+    form_of,
+    load_runs,
+    refuse_overwriting,
+    refuse_repeats,
+    terminal_style,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from trine.analyzers.scaling import ScalingResult
@@ -81,8 +86,5 @@ def _render(result: ScalingResult, form: str, output: Path | None) -> str:
         return report.render_markdown(result)
     if form == "html":
         return report.render_html(result)
-    terminal = output is None and sys.stdout.isatty()
-    colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return report.render_text(
-        result, colour=colour, width=shutil.get_terminal_size((100, 24)).columns if terminal else 100
-    )
+    colour, width = terminal_style(output)
+    return report.render_text(result, colour=colour, width=width)
