@@ -10,8 +10,13 @@ from trine.optim.plan.workload import Workload
 __all__ = ["add_batch", "add_model", "add_rotary", "add_sizes", "name_kinds"]
 
 
-def add_sizes(flags: Flags, workload: Workload) -> None:
-    """The dimensions whose names both have had from the start. Both refuse fewer positions than a sequence has."""
+def add_sizes(flags: Flags, exported: Exported, account: Account) -> Workload | None:
+    """The dimensions whose names both have had from the start, and the workload that has them; without one, that they are the
+    program's to say. Both refuse fewer positions than a sequence has."""
+    workload = exported.workload
+    if workload is None:
+        account.notes("the model: its flags (--num-layers, --hidden-size, …) are yours to add")
+        return None
     flags.add("--num-layers", workload.layers)
     flags.add("--hidden-size", workload.hidden)
     flags.add("--ffn-hidden-size", workload.ffn)
@@ -26,6 +31,7 @@ def add_sizes(flags: Flags, workload: Workload) -> None:
         flags.add("--disable-bias-linear")
     if not workload.tied_embeddings:
         flags.add("--untie-embeddings-and-output-weights")
+    return workload
 
 
 def add_rotary(flags: Flags, workload: Workload, base_flag: str) -> None:
@@ -78,11 +84,9 @@ def _unlike(workload: Workload) -> tuple[tuple[str, bool], ...]:
 
 def add_model(flags: Flags, exported: Exported, account: Account) -> None:
     """The model's own flags, of Megatron-LM; without a workload that is said to be the program's."""
-    workload = exported.workload
+    workload = add_sizes(flags, exported, account)
     if workload is None:
-        account.notes("the model: its flags (--num-layers, --hidden-size, …) are yours to add")
         return
-    add_sizes(flags, workload)
     if workload.latent is not None:
         _add_latent(flags, workload)
     elif workload.kv_heads != workload.heads:

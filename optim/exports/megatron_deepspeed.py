@@ -74,11 +74,9 @@ _FLAGS = frozenset(
 
 
 def _add_model(flags: Flags, exported: Exported, account: Account) -> None:
-    workload = exported.workload
+    workload = add_sizes(flags, exported, account)
     if workload is None:
-        account.notes("the model: its flags (--num-layers, --hidden-size, …) are yours to add")
         return
-    add_sizes(flags, workload)
     if workload.latent is not None:
         account.notes("the model: it has no multi-head latent attention")
     elif workload.kv_heads != workload.heads:
