@@ -91,7 +91,7 @@ def _median_and_mean(first: Sequence[RunFacts], second: Sequence[RunFacts]) -> s
         return ""
     return (
         f"the median of the steady steps changed by {_signed(by_median)}, their mean by {_signed(by_mean)}: a few slow"
-        " steps move a mean, and no median; the verdict compares medians, and what is divided into parts are means"
+        " steps, or one slow run, move a mean and no median; the verdict compares medians, and what is divided into parts are means"
     )
 
 

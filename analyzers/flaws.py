@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["Flaw", "RunFlaw", "flaws_of", "flaws_of_runs"]
 
 _ORDER = {"error": 0, "warning": 1}
+#: Warnings that comparisons and scaling put into words of their own.
+_SAID_ELSEWHERE = frozenset({"no-steps"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,11 @@ class RunFlaw:
 
 def flaws_of(notes: Sequence[Quality]) -> tuple[Flaw, ...]:
     """The warnings and errors: what makes a number less sure, or is missing."""
-    return tuple(Flaw(note.id, note.severity, note.message) for note in notes if note.severity != "info")
+    return tuple(
+        Flaw(note.id, note.severity, note.message)
+        for note in notes
+        if note.severity != "info" and note.id not in _SAID_ELSEWHERE
+    )
 
 
 def flaws_of_runs(runs: Sequence[RunFacts]) -> tuple[RunFlaw, ...]:

@@ -9,10 +9,11 @@ import pytest
 from gate_runs import ENVIRONMENT, run_facts, side
 
 from trine.analyzers.comparison import compare
-from trine.analyzers.flaws import Flaw
+from trine.analyzers.flaws import Flaw, flaws_of
 from trine.analyzers.reports.comparison import render_html, render_json, render_markdown, render_text
 from trine.analyzers.run_facts import METRICS, Part, RunFacts, Told, Window
 from trine.record.errors import NotComparable, UsageError
+from trine.record.model import Quality
 
 
 def test_a_slower_side_is_a_regression_and_its_cause_is_named() -> None:
@@ -239,7 +240,7 @@ def test_a_breakdowns_shares_are_of_the_traced_step_that_it_divides() -> None:
 def test_a_median_that_moved_against_the_mean_is_explained() -> None:
     """One step in ten stalled on the old side: its mean is longer, its median shorter than the new side's."""
     result = compare([run_facts("new", 104)], [slowed(run_facts("old", 100), 300, 6)])
-    (note,) = [note for note in result.notes if "no median" in note]
+    (note,) = [note for note in result.notes if "and no median" in note]
     assert "the median of the steady steps changed by +3." in note and "their mean by -1" in note
     alike = compare([run_facts("new", 110)], [run_facts("old", 100)])
     assert not any("no median" in note for note in alike.notes)
@@ -273,3 +274,13 @@ def test_a_run_cut_short_is_told_in_every_form() -> None:
         }
     ]
     assert "Data quality" not in render_text(compare(side("new", 100), side("old", 100)))
+
+
+def test_only_what_is_wrong_and_not_said_elsewhere_is_a_flaw() -> None:
+    notes = [
+        Quality("killed", "warning", "gone", 0),
+        Quality("no-steps", "warning", "no steps", 0),
+        Quality("no-mfu", "info", "no MFU"),
+        Quality("unreadable-rank", "error", "broken", 1),
+    ]
+    assert [flaw.id for flaw in flaws_of(notes)] == ["killed", "unreadable-rank"]
