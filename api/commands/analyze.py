@@ -18,12 +18,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trine.record.errors import UsageError
+from trine.record.errors import UnreadableInput, UsageError
 
 from ._runs import form_of, json_text, progress_wanted, refuse_overwriting, terminal_style, write_output
 
 if TYPE_CHECKING:
     from trine.analyzers.results import Analysis
+    from trine.record import Job
 
 __all__ = ["SUMMARY", "prepare_parser", "run"]
 
@@ -79,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Analyse, render, write. Returns 0; faults in the run are the answer, not an error."""
     from trine.analyzers import analyze
     from trine.analyzers.reports.wording import words
-    from trine.record import load
 
     words(arguments.lang)  # before the work: a wrong language should not cost a minute
     if arguments.workers is not None and arguments.workers < 1:
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     paths = arguments.paths
     refuse_overwriting(arguments.output, paths)
-    job = load(paths[0] if len(paths) == 1 else paths)
+    job = _load(paths)
     refuse_overwriting(arguments.output, (source.path for source in job.sources))
     analysis = analyze(
         job,
@@ -108,6 +108,22 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="replace")
     write_output(_render(analysis, form, arguments), arguments.output)
     return 0
+
+
+def _load(paths: list[str]) -> Job:
+    """The job at ``paths``; a baseline given instead of a run is said to be one."""
+    from trine.analyzers.baseline import is_baseline
+    from trine.record import load
+
+    try:
+        return load(paths[0] if len(paths) == 1 else paths)
+    except UnreadableInput:
+        mistaken = next((path for path in paths if is_baseline(Path(path))), None)
+        if mistaken is None:
+            raise
+        raise UnreadableInput(
+            f"{mistaken} is a baseline, which runs are held against; do that with: trine compare RUN … --against {mistaken}"
+        ) from None
 
 
 def _render(analysis: Analysis, form: str, arguments: argparse.Namespace) -> str:

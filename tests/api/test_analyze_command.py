@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gate_runs import run_facts, saved
 from trace_builders import small, written
 
 from trine.cli import main
@@ -123,6 +124,15 @@ def test_a_users_mistake_is_one_line_and_exit_2(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 1 and said in shown.err
+
+
+def test_a_baseline_is_said_to_be_one_and_what_to_do_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline = saved(tmp_path, "baseline", [run_facts("run", 100)])
+    assert analyze(baseline) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{baseline} is a baseline" in line and f"trine compare RUN … --against {baseline}" in line
 
 
 def test_a_pipe_that_closes_and_a_terminal_without_bars(traces: Path) -> None:
