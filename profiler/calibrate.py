@@ -100,7 +100,7 @@ def _accelerators(
         if measured is None:
             continue
         device = torch.device("cuda", index)
-        dtypes = tuple(dtype for dtype in ("fp32", "bf16") if dtype in measured.flops_per_s)
+        dtypes = tuple(dtype for dtype in ("fp32", "bf16", "fp16", "tf32") if dtype in measured.flops_per_s)
         operations = _try(partial(measure_operations, device, dtypes), tell, "single operations: ") or []
         yield device, replace(measured, operations=[*operations, *links])
 

@@ -12,7 +12,7 @@ takes on record, times the ratio of the measured ones. One mapping an operation:
 a linear layer's forward and backward have. Everything else counts the elements of its output, and works as a training step
 does: every call finds other tensors than the calls before it, more of them than caches hold, and its output is kept until
 as many others have been made. ``masked_fill`` is causal attention's, ``transposed_copy`` that of heads. ``cast`` reads the
-dtype that it says and writes the other one.
+dtype that it says and writes the other one. A device's products are measured in TF32 and fp16 too, where it has them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, product
 from typing import Any
@@ -58,7 +59,7 @@ KEPT_BYTES = 31 * 2**20
 LAUNCHED_S = 1e-3
 #: Of one operation all repetitions together, but at least five.
 SECONDS, LEAST, MOST = 0.01, 5, 50
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Work = Callable[[], Any]
 Rows = list[dict[str, Any]]
@@ -70,11 +71,26 @@ def measure_operations(device: torch.device, dtypes: tuple[str, ...] = ("fp32", 
     torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once
     with torch.no_grad():
         for name in dtypes:
-            for shape, works in _products(_DTYPES[name], device):
-                found.append(_row("product", name, list(shape), [_repeated(work, device) for work in works]))
+            with _rounding(name):
+                for shape, works in _products(_DTYPES[name], device):
+                    times = [_repeated(work, device) for work in works]
+                    found.append(_row("product", name, list(shape), times))
+            if name == "tf32":  # only of products
+                continue
             for operation, elements, work in _memory_work(_DTYPES[name], device):
                 found.append(_row(operation, name, [elements], [_repeated(work, device)]))
     return found
+
+
+@contextmanager
+def _rounding(dtype: str) -> Iterator[None]:
+    """Inside products of fp32 are rounded to TF32 where ``dtype`` is that, and else are not."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _row(operation: str, dtype: str, shape: list[int], works: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -14,9 +14,10 @@ graph, whose own length is off by so much from the steps that it stands for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import log, sqrt
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -25,17 +26,19 @@ import numpy as np
 
 from trine.optim.config import Config
 from trine.optim.plan.whatif.build import Array, Steady, graph_of
-from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task, is_pipeline
+from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task, is_pipeline, mapped
 from trine.optim.plan.whatif.replay import replay
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change, transforms
 from trine.record.errors import UsageError
-from trine.record.hardware import calibrated
+from trine.record.hardware import all_calibrated, calibrated
 from trine.record.loading import load
 from trine.record.model import Job
 
 __all__ = ["Interval", "Recorded", "WhatIf", "recorded", "replayed", "what_if"]
 
+#: Kernels of NVIDIA's that round fp32 factors to TF32.
+_TF32 = re.compile(r"tf32|s1688", re.IGNORECASE)
 DRAWS = 1000
 #: Of the bootstrap's draws, what lies inside the interval.
 LEVEL = 0.95
@@ -146,7 +149,10 @@ def recorded(path: str | Path | Job, times: OperationTimes | None = None) -> Rec
 
 def replayed(graph: Graph, steady: Steady, times: OperationTimes | None = None) -> Recorded:
     """The same of a graph that was built already."""
-    times = _times_of(graph.facts) if times is None else times
+    if times is None:
+        times, assumed = _times_of(graph.facts)
+        graph = graph.with_note(assumed) if assumed else graph
+    graph = _as_multiplied(graph)
     errors = {}
     for step in graph.recorded:
         errors[step.index] = replay(step).seconds / step.measured_s - 1
@@ -161,10 +167,39 @@ def replayed(graph: Graph, steady: Steady, times: OperationTimes | None = None) 
     return Recorded(graph, steady, times, errors, base)
 
 
-def _times_of(facts: Mapping[str, Any]) -> OperationTimes:
-    device = facts.get("device") or {}
-    name = device.get("name") if isinstance(device, Mapping) else None
-    return OperationTimes(calibrated(str(name), device.get("threads")) if name else None)
+def _times_of(facts: Mapping[str, Any]) -> tuple[OperationTimes, str | None]:
+    """The calibration of the record's device, and what is assumed where it is of other threads than the record's."""
+    device = facts.get("device")
+    if not isinstance(device, Mapping) or not device.get("name"):
+        return OperationTimes(None), None
+    name, threads = str(device["name"]), device.get("threads")
+    if threads is None or (found := calibrated(name, threads)) is not None:
+        return OperationTimes(found if threads is not None else calibrated(name)), None
+    near = min(
+        (peaks for peaks in all_calibrated() if peaks.name == name and peaks.threads),
+        key=lambda peaks: abs(log((peaks.threads or 1) / threads)),
+        default=None,
+    )
+    if near is None:
+        return OperationTimes(None), None
+    return OperationTimes(near), (
+        f"ratios of times are those calibrated with {near.threads} thread{'s' if near.threads != 1 else ''}; the record's ranks "
+        f"have {threads}"
+    )
+
+
+def _as_multiplied(graph: Graph) -> Graph:
+    """Products that a device has rounded to TF32, as the record allows or a kernel's name says, are products in TF32."""
+    precision = graph.facts.get("precision")
+    allowed = isinstance(precision, Mapping) and precision.get("float32_matmul") in ("high", "medium")
+
+    def multiplied(task: Task) -> Task:
+        wide = task.kind == "product" and task.lane != HOST and task.operator.dtype == "fp32"
+        if wide and (allowed or _TF32.search(task.name)):
+            return replace(task, operator=replace(task.operator, dtype="tf32"))
+        return task
+
+    return mapped(graph, lambda step: map(multiplied, step.tasks))
 
 
 def _is_crowded(graph: Graph) -> bool:

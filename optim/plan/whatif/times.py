@@ -164,6 +164,11 @@ class OperationTimes:
         found = float(np.exp(np.interp(at, sizes, seconds)))
         return found * math.exp(max(at - float(sizes[-1]), 0.0))
 
+    @property
+    def on_host(self) -> bool:
+        """Whether it is a processor's, by so many of PyTorch's threads."""
+        return self._peaks is not None and self._peaks.threads is not None
+
     def has(self, dtype: str) -> bool:
         """Whether products in this dtype were calibrated."""
         return (False, dtype) in self._products

@@ -40,13 +40,6 @@ def test_products_in_bf16_take_their_calibrated_ratio_and_casts_come_between() -
     assert found.gain.mid == pytest.approx(products * 3 / 4 + 1e-9 * (between - 1.5 * casts), rel=1e-6)
 
 
-def test_a_dtype_that_was_not_calibrated_is_named() -> None:
-    with pytest.raises(
-        UsageError, match=r"products in fp16 are not calibrated .* trine hardware --calibrate"
-    ):
-        run().what_if({"precision.dtype": "fp16"})
-
-
 def test_a_compiled_chain_is_one_pass_and_its_arithmetic() -> None:
     # gelu 3 passes and multiply 1, of 32768 elements: a pass for the chain and two passes' worth of arithmetic.
     found = run().what_if({"compute.compile": "blocks"})

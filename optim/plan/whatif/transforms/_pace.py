@@ -17,8 +17,9 @@ from trine.record.errors import UsageError
 
 __all__ = ["Pace", "pace_of"]
 
-#: Layout changes and fills by mask: their calibrated time hangs on strides more than on bytes.
-_UNEVEN = frozenset({"transposed_copy", "masked_fill"})
+#: Layout changes and fills by mask: their calibrated time hangs on strides more than on bytes. Convolutions: their forward's
+#: stride is not on record, so that their calibrated time may be a tenth of the true one.
+_UNEVEN = frozenset({"transposed_copy", "masked_fill", "convolution"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from trine.optim.plan.whatif.operators import ARITHMETIC
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
+from trine.optim.plan.whatif.transforms._known import with_known_work
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.record.errors import UsageError
 
@@ -24,6 +25,8 @@ __all__ = ["KEYS", "ORDER", "apply"]
 KEYS = ("compute.compile",)
 ORDER = 30
 
+#: The name of what was joined.
+COMPILED = "compiled"
 #: Work that reduces rows, so that its inputs are read twice.
 _REDUCTIONS = frozenset({"softmax", "softmax_backward", "layer_norm", "layer_norm_backward"})
 
@@ -37,7 +40,14 @@ def apply(graph: Graph, change: Change) -> Graph:
         raise UsageError("compute.compile: this machine is not calibrated: run trine hardware --calibrate")
     if graph.facts.get("compile"):
         raise UsageError("compute.compile: the recorded run is compiled already")
-    return mapped(graph, lambda step: _compiled(step, change.times))
+    graph = with_known_work(graph, KEYS[0])
+    joined = mapped(graph, lambda step: _compiled(step, change.times))
+    if not any(task.name == COMPILED for each in joined.steps[0].ranks for task in each.tasks):
+        raise UsageError(
+            "compute.compile: no operators of forward or backward were found that a compiler would join: its trace holds no "
+            "shapes of theirs, or no numbers of autograd's"
+        )
+    return joined
 
 
 def _compiled(step: RankStep, times: OperationTimes) -> list[Task]:
@@ -85,7 +95,7 @@ def _joined(chain: Sequence[Task], between: Sequence[Task], behind: Sequence[Tas
     seconds = pace.changed(measured, apart, fused, _passes(chain) / len(chain))
     largest = max(chain, key=lambda task: task.operator.elements)
     # What others wait for is the end of the chain.
-    joined = replace(chain[-1], seconds=seconds, operator=replace(largest.operator, work="multiply"), name="compiled",
+    joined = replace(chain[-1], seconds=seconds, operator=replace(largest.operator, work="multiply"), name=COMPILED,
                      gradient_bytes=sum(task.gradient_bytes for task in chain),
                      after=tuple(number for task in chain for number in task.after))  # fmt: skip
     return [*(task.times(1 / len(chain)) for task in between), joined, *behind]

@@ -18,6 +18,8 @@ from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
 from trine.optim.plan.whatif.transforms._facts import fact
+from trine.optim.plan.whatif.transforms._known import with_known_work
+from trine.optim.plan.whatif.transforms._launches import with_launches
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.record.errors import UsageError
 
@@ -27,6 +29,8 @@ KEYS = ("precision.dtype", "precision.loss_scale")
 ORDER = 20
 
 _CAST = Operator("memory", "cast", None, 0, "fp32")
+#: What autocast takes products in, to have them in the low dtype.
+_WIDE_DTYPES = ("fp32", "tf32")
 #: Work that autocast, or the loss, has in fp32.
 _WIDE = ("aten::_log_softmax", "aten::nll_loss")
 
@@ -62,11 +66,19 @@ def apply(graph: Graph, change: Change) -> Graph:
     require_operators(graph.basis, KEYS[0])
     assert low is not None
     _require_wide(graph)
+    graph = with_known_work(graph, KEYS[0])
     if not change.times.has(low):
-        raise UsageError(
-            f"precision.dtype: products in {low} are not calibrated on this machine: run trine hardware --calibrate"
-        )
+        raise UsageError(_not_calibrated(low, change.times))
     return mapped(graph, lambda step: _changed(step, low, change.times))
+
+
+def _not_calibrated(low: str, times: OperationTimes) -> str:
+    if times and times.on_host and low == "fp16":
+        return 'precision.dtype = "fp16": a CPU is calibrated in fp32 and bf16 alone: ask for "bf16"'
+    return (
+        f"precision.dtype: products in {low} are not calibrated on this machine: run trine hardware --calibrate where "
+        "the record is from"
+    )
 
 
 def _require_wide(graph: Graph) -> None:
@@ -75,7 +87,7 @@ def _require_wide(graph: Graph) -> None:
         (
             task.operator.dtype
             for task in graph.steps[0].ranks[0].tasks
-            if task.kind == "product" and task.phase == "forward" and task.operator.dtype != "fp32"
+            if task.kind == "product" and task.phase == "forward" and task.operator.dtype not in _WIDE_DTYPES
         ),
         None,
     )
@@ -113,7 +125,7 @@ def _changed(step: RankStep, low: str, times: OperationTimes) -> list[Task]:
             found += _forward(task, flow, pace)
         else:
             found += _backward(task, flow, pace)
-    return found
+    return with_launches(found, step.tasks)
 
 
 def _forward(task: Task, flow: _Flow, pace: Pace) -> list[Task]:
