@@ -1,17 +1,23 @@
-"""Another pipeline schedule: the recorded micro-batches' times, simulated in both.
+"""Another pipeline schedule, or other micro-batches: the recorded micro-batches' times, simulated in both.
 
-The step changes by the difference of the two simulated spans (:mod:`trine.optim.plan.simulator`): what the simulation
-leaves out, messages and hooks, is in both. A backward that was recorded whole is taken to be half by input and half by
-weight where a schedule tells them apart (Qi et al. 2023, section 3: of a transformer they take about as long).
+The step becomes longer or shorter by the difference of the two simulated spans (:mod:`trine.optim.plan.simulator`): what the
+simulation leaves out, messages and hooks, is in both. Ranks wait for each other's messages, so the work of all of them is
+changed by the one factor that makes that difference in the replay. A backward that was recorded whole is taken to be half by
+input and half by weight where a schedule tells them apart (Qi et al. 2023, section 3: of a transformer they take about as
+long).
 """
 
 from __future__ import annotations
 
-from trine.optim.plan.schedules import Shape, Work, order_of
+from dataclasses import replace
+
+from trine.optim.plan.schedules import Shape, Work, order_of, schedules
 from trine.optim.plan.simulator import simulate
-from trine.optim.plan.whatif.graph import HOST, LINK, Graph, Pipeline, RankStep, Task, mapped
+from trine.optim.plan.whatif.graph import LINK, Graph, Pipeline, Step
+from trine.optim.plan.whatif.replay import replay
 from trine.optim.plan.whatif.transforms import Change
-from trine.optim.plan.whatif.transforms._blocks import compute_lane
+from trine.optim.plan.whatif.transforms._facts import fact
+from trine.optim.runtime.pipelining.schedules import schedule_of
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -19,9 +25,25 @@ __all__ = ["KEYS", "ORDER", "apply"]
 KEYS = ("parallel.schedule", "parallel.chunks", "parallel.microbatches")
 ORDER = 15
 
+#: PyTorch's schedules → the simulator's.
+_SIMULATED = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved",
+    "LoopedBFS": "looped-bfs",
+    "InterleavedZeroBubble": "interleaved-zb",
+    "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipe-v",
+}
+#: Stages a rank of schedules that run several, where nothing is said.
+_SEVERAL = 2
+#: Replays that look for the factor, and how far from the wanted difference it may leave the step.
+TRIES = 8
+NEAR = 1e-3
+
 
 def apply(graph: Graph, change: Change) -> Graph:
-    """Raises ``UsageError`` where no micro-batches were recorded, or the schedule cannot run this shape."""
+    """Raises ``UsageError`` where no micro-batches were recorded, or the schedule cannot run this shape, or is the run's."""
     pipeline = graph.pipeline
     if pipeline is None:
         raise UsageError(
@@ -29,22 +51,45 @@ def apply(graph: Graph, change: Change) -> Graph:
         )
     wanted = change.config.parallel
     before = len(pipeline.forward_s) // pipeline.ranks
-    chunks = wanted.chunks if KEYS[1] in change.given else before
+    stated = fact(graph, "configuration", "parallel", "schedule")
+    now = _simulated(str(stated)) if stated else ("interleaved" if before > 1 else "1f1b")
+    then = now if wanted.schedule is None else _simulated(wanted.schedule)
     count = wanted.microbatches or pipeline.microbatches
-    now = str(_stated(graph) or ("interleaved" if before > 1 else "1f1b"))
-    then = wanted.schedule or now
+    chunks = wanted.chunks if KEYS[1] in change.given else _chunks(then, before)
+    if (then, chunks, count) == (now, before, pipeline.microbatches):
+        raise UsageError(
+            f"{KEYS[0]}: the recorded run is {now} with {_number(before, 'stage')} a rank and {_number(count, 'micro-batch')} "
+            f"already{'' if stated else ', as far as can be told'}: ask for another"
+        )
     old = _span_s(pipeline, now, before, pipeline.microbatches)
     # As many samples in other micro-batches: each takes as much less.
-    new = _span_s(pipeline, then, chunks, count) * (
-        1 if count == pipeline.microbatches else pipeline.microbatches / count
-    )
+    new = _span_s(pipeline, then, chunks, count) * pipeline.microbatches / count
     graph = graph.with_note(f"{now} and {then} are simulated from the medians of the recorded micro-batches")
-    return mapped(graph, lambda step: _longer(step, new - old))
+    if not stated:
+        graph = graph.with_note(f"the record does not say its schedule: it is taken to be {now}")
+    if count != pipeline.microbatches:
+        graph = graph.with_note(
+            "smaller micro-batches are taken to compute as efficiently, and their messages to hide"
+        )
+    steps = tuple(_longer(step, new - old, graph.slowdown) for step in graph.steps)
+    return replace(graph, steps=steps)
 
 
-def _stated(graph: Graph) -> object:
-    known = graph.facts.get("pipeline")
-    return known.get("schedule") if isinstance(known, dict) else None
+def _simulated(name: str) -> str:
+    """The simulator's name of a schedule, by that or by one that the configuration takes."""
+    return name if name in schedules() else _SIMULATED[schedule_of(name, None).name]
+
+
+def _chunks(schedule: str, before: int) -> int:
+    """Stages a rank where nothing is said: as many as there are, where the schedule runs those."""
+    if fixed := schedules()[schedule].chunks:
+        return fixed
+    return before if before > 1 else _SEVERAL
+
+
+def _number(count: int, what: str) -> str:
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{count} {what}{'' if count == 1 else plural}"
 
 
 def _span_s(pipeline: Pipeline, name: str, chunks: int, count: int) -> float:
@@ -67,15 +112,37 @@ def _work(pipeline: Pipeline, shape: Shape) -> Work:
     return Work(cut(pipeline.forward_s), cut(by_input), cut(weight))
 
 
-def _longer(step: RankStep, seconds: float) -> list[Task]:
-    """Forward and backward of a rank longer, or shorter, by what the span changes: its host by as much, and its streams as
-    the one that computes, beside each other as they are."""
-    inside = [task for task in step.tasks if task.phase in ("forward", "backward") and task.lane != LINK]
+def _longer(step: Step, seconds: float, slowdown: float) -> Step:
+    """Forward and backward of all ranks by the factor that makes the replayed step so much longer, or shorter: by secants."""
+    base = replay(step, slowdown).seconds
+    before, off_before = 1.0, -seconds
+    factor = max(1 + seconds / base, 0.0) if base > 0 else 1.0
+    for _ in range(TRIES):
+        changed = _scaled(step, factor)
+        off = replay(changed, slowdown).seconds - base - seconds
+        if abs(off) <= NEAR * abs(seconds):
+            return changed
+        if factor == before or off == off_before:
+            break
+        slope = (off - off_before) / (factor - before)
+        before, off_before, factor = factor, off, max(factor - off / slope, 0.0)
+    raise UsageError(
+        f"{KEYS[0]}: the simulated spans differ by {abs(seconds) * 1e3:.4g} ms, and the recorded step {step.index} of "
+        f"{base * 1e3:.4g} ms does not hang on its forward and backward that far: record a few steps of a run whose ranks do "
+        "nothing else"
+    )
 
-    def factor_of(lane: str) -> float:
-        whole = sum(task.seconds for task in inside if task.lane == lane)
-        return max(1 + seconds / whole, 0.0) if whole > 0 else 1.0
 
-    host, streams = factor_of(HOST), factor_of(compute_lane(step.tasks))
-    factors = {task.number: host if task.lane == HOST else streams for task in inside}
-    return [task.times(factors.get(task.number, 1.0)) for task in step.tasks]
+def _scaled(step: Step, factor: float) -> Step:
+    """Work of forward and backward so many times as long, on hosts and on streams; messages as they are."""
+    ranks = tuple(
+        replace(
+            each,
+            tasks=tuple(
+                task.times(factor) if task.phase in ("forward", "backward") and task.lane != LINK else task
+                for task in each.tasks
+            ),
+        )
+        for each in step.ranks
+    )
+    return replace(step, ranks=ranks)
