@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from trine.analyzers.findings import Facts
+from trine.analyzers.findings._facts import RankFacts
 from trine.analyzers.findings._frees import zero
 from trine.analyzers.findings._memory import fullest
 from trine.analyzers.findings._waits import latest, split_exposed
@@ -27,6 +28,9 @@ from trine.analyzers.units import percent, rank_list, size
 __all__ = ["checklist"]
 
 State = Literal["pass", "fail", "unknown"]
+
+_RECORD = "Record with trine.profile(model=…)."
+_CALIBRATE = "Run trine hardware --calibrate on the device."
 
 #: Model FLOPs utilisation that one device should reach.
 MFU = 0.50
@@ -63,12 +67,11 @@ def _mfu(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
     if not known or mfu is None:
         missing = "no model FLOPs, no step time or no peak of the device is known"
         said = next((note.message for note in facts.analysis.data_quality if note.id == "no-mfu"), None)
-        cure = "Record with trine.profile(model=…); run trine hardware --calibrate for a device without a known peak."
         words = said or f"MFU cannot be said: {missing}"
         kernels = _kernels(facts)
         if kernels:
             words = f"{'; '.join(kernels)}; {words}"
-        return CheckItem(id, title, "unknown", words, cure)
+        return CheckItem(id, title, "unknown", words, _measure(facts))
     low, high = min(known), max(known)
     words = percent(low) if low == high else f"{percent(low)} to {percent(high)}, by convention"
     named = f" ({mfu.convention})" if mfu.convention and mfu.value is not None else ""
@@ -87,6 +90,21 @@ def _mfu(facts: Facts, findings: tuple[Finding, ...]) -> CheckItem:
     if state == "unknown":
         cure = "Choose a convention with --convention; they differ on either side of one half."
     return CheckItem(id, title, state, evidence, cure)
+
+
+def _measure(facts: Facts) -> str:
+    """What to record or measure, so that MFU can be said: only what is not known yet."""
+    needed = []
+    if not any(rank.metadata.get("flops") for rank in facts.ranks):
+        needed.append(_RECORD)
+    if not facts.analysis.hardware.peak_flops_per_s:
+        needed.append(_know_device(facts))
+    return " ".join(dict.fromkeys(needed)) or "Record ten steps or more with trine.profile."
+
+
+def _know_device(facts: Facts) -> str:
+    """How to know what a device has; a source that names none must be recorded first."""
+    return _CALIBRATE if facts.analysis.hardware.name else _RECORD
 
 
 def _kernels(facts: Facts) -> list[str]:
@@ -111,14 +129,13 @@ def _zero(facts: Facts) -> CheckItem:
     kind = facts.about("data_parallel", "kind")
     if facts.world < 2:
         return CheckItem(id, title, "pass", "one rank: nothing is replicated", "Go on to the layout.")
+    if kind is None and facts.about("model", "class") is not None:
+        # Recorded, and none of PyTorch's wrappers was in what was given as the model.
+        evidence = "the recorded model is wrapped by neither DDP nor FSDP, so how parameters are distributed is not known"
+        cure = "Give trine.profile the wrapped model, as the loop calls it."
+        return CheckItem(id, title, "unknown", evidence, cure)
     if kind is None:
-        return CheckItem(
-            id,
-            title,
-            "unknown",
-            "how parameters are distributed was not recorded",
-            "Record with trine.profile(model=…).",
-        )
+        return CheckItem(id, title, "unknown", "how parameters are distributed was not recorded", _RECORD)
     sharded = zero(facts)
     state: State
     if sharded is None:
@@ -163,13 +180,14 @@ def _layout(facts: Facts) -> CheckItem:
     fill = fullest(facts)
     kind = facts.about("data_parallel", "kind")
     if fill is None:
-        return CheckItem(
-            id,
-            title,
-            "unknown",
-            "peak memory or the device's capacity is not known",
-            "Record memory (trine.profile does), or a trace with profile_memory=True.",
-        )
+        peaks = [peak for rank in facts.ranks if (peak := _peak_bytes(rank)) is not None]
+        if peaks:
+            evidence = (
+                f"{size(max(peaks))} at the peak of the fullest rank; how much the device has is not known"
+            )
+            return CheckItem(id, title, "unknown", evidence, _know_device(facts))
+        cure = "Record memory (trine.profile does), or a trace with profile_memory=True."
+        return CheckItem(id, title, "unknown", "peak memory was not recorded", cure)
     words = f"{size(fill.used_bytes)} of {size(fill.capacity_bytes)} at the peak ({percent(fill.share)})"
     if fill.share > FITS_SHARE or fill.retries:
         return CheckItem(
@@ -184,6 +202,11 @@ def _layout(facts: Facts) -> CheckItem:
             "Go on to balance.",
         )
     return _by_groups(facts, words, fill.share)
+
+
+def _peak_bytes(rank: RankFacts) -> int | None:
+    memory = rank.result.summary.memory
+    return None if memory is None else memory.peak_bytes or memory.reserved_peak_bytes
 
 
 def _by_groups(facts: Facts, words: str, filled: float) -> CheckItem:
@@ -289,7 +312,8 @@ def _spread(facts: Facts) -> float | None:
 
 def _scaling(facts: Facts) -> CheckItem:
     id, title = "linear-scaling", "Throughput grows in proportion to devices"
-    cure = "Run the same work on half the devices and compare throughput."
+    other = "half the devices" if facts.world > 1 else "two devices"
+    cure = f"Run the same work on {other}, and compare the two with trine scaling."
     split, late = split_exposed(facts), latest(facts)
     if facts.world < 2 or split is None:
         return CheckItem(id, title, "unknown", "one run at one size cannot show it", cure)

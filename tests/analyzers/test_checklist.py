@@ -113,6 +113,38 @@ def test_mfu_is_explained_by_kernels(data: Path) -> None:
     assert unknown.state == "unknown" and "roofline" not in unknown.evidence
 
 
+def recorded(**metadata: Any) -> dict[str, CheckItem]:
+    """The list of two recorded ranks on a device of which nothing is known but its name."""
+    memory = MemorySummary(2 * GIB, None, None, {}, False, 0, "host")
+    known = {"device": {"type": "cpu", "name": "CPU"}, "model": {"class": "GPT"}, **metadata}
+    ranks = [rank_result(r, steps=steps_table(), memory=memory, metadata=known) for r in (0, 1)]
+    return items(build(ranks, hardware=Hardware("CPU", 2)))
+
+
+def test_what_is_advised_is_only_what_is_not_known_yet() -> None:
+    listed = recorded(flops={"6n": 1e9})
+    assert listed["single-device-mfu"].next == "Run trine hardware --calibrate on the device."
+    assert recorded()["single-device-mfu"].next == (
+        "Record with trine.profile(model=…). Run trine hardware --calibrate on the device."
+    )
+    layout = listed["layout-fits-model"]
+    assert layout.evidence == "2.00 GiB at the peak of the fullest rank; how much the device has is not known"
+    assert layout.next == "Run trine hardware --calibrate on the device."
+
+
+def test_a_recorded_model_without_a_wrapper_is_asked_for_with_it() -> None:
+    bare = recorded()["zero-where-replicated"]
+    assert bare.state == "unknown" and "neither DDP nor FSDP" in bare.evidence
+    assert bare.next == "Give trine.profile the wrapped model, as the loop calls it."
+    assert "neither DDP" not in recorded(data_parallel={"kind": "ddp"})["zero-where-replicated"].evidence
+
+
+def test_one_device_is_not_halved() -> None:
+    alone = items(build([rank_result(0, steps=steps_table(), world_size=1)], world_size=1))["linear-scaling"]
+    assert alone.next == "Run the same work on two devices, and compare the two with trine scaling."
+    assert recorded()["linear-scaling"].next.startswith("Run the same work on half the devices")
+
+
 def groups(exposed: float | None) -> GroupsResult:
     tensor = GroupCosts("tensor", ("callers",), 1, (8,), 8, 100, MS, MS, MS, MS, exposed, 1e11, (), ())
     return GroupsResult((tensor, replace(tensor, kind="data", sizes=(2,))))
