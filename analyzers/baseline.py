@@ -83,7 +83,7 @@ def read_baseline(path: Path) -> Baseline:
         baseline = msgspec.json.decode(data, type=Baseline)
     except msgspec.MsgspecError as error:
         raise UnreadableInput(
-            f"{path} is no baseline: {error}; write one with trine check RUN --write-baseline {path}"
+            f"{path} is no baseline: {error}; write one with: trine check GOOD_RUN … --write-baseline {path}"
         ) from None
     if not baseline.runs:
         raise UnreadableInput(f"the baseline {path} holds no runs; write it anew with --write-baseline")
