@@ -94,8 +94,12 @@ def calibrate(anew: bool) -> None:
     files = (cache_folder() / "hardware").glob("*--threads-1.json")
     own = [path for path in files if json.loads(path.read_text("utf-8")).get("name") == processor_name()]
     age = min((time.time() - path.stat().st_mtime for path in own), default=FRESH_S)
-    whole = kept is not None and any(row["operation"] == "sharded_unit" for row in kept.operations)
-    if not anew and whole and age < FRESH_S:  # one of an earlier release lacks what shards cost
+    whole = kept is not None and any(
+        row["operation"] == "sharded_unit" and "quartiles" in row for row in kept.operations
+    )
+    if (
+        not anew and whole and age < FRESH_S
+    ):  # one of an earlier release lacks what shards cost, or how times vary
         return
     _run([sys.executable, "-m", "trine", "hardware", "--calibrate", "--no-observer"])
 
@@ -290,6 +294,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found, words = _judged(sample, arguments.seconds)
         rows += found
         said += words
+    if not rows:
+        print(f"no change was both predicted and measured: {'; '.join(said)}", file=sys.stderr)
+        return 2
     summary = summary_of(rows)
     if arguments.format == "json":
         plain = {"rows": [asdict(row) for row in rows], "summary": summary, "notes": said}

@@ -44,7 +44,10 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``trine hardware``."""
     parser.add_argument("--calibrate", action="store_true", help="measure now, and keep the result")
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="ranks of the measured all-reduce (default: 2)"
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks of the measured all-reduce (default: one a device, from 2 to 8; 2 where there is none)",
     )
     parser.add_argument("--no-observer", action="store_true", help="do not build the observer of collectives")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="text (default) or json")

@@ -30,6 +30,8 @@ NEIGHBOURS = 6
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 #: Calibrations that are drawn: of the deviation that they make, a fifth is chance.
 DRAWN = 12
+#: Of TernGrad: sums of more codes do not fit a byte.
+MOST_TERNARY_RANKS = 127
 #: Of a normal distribution the quartiles lie so many standard deviations apart.
 _QUARTILES = 1.349
 
@@ -68,7 +70,7 @@ class OperationTimes:
         self._products: dict[tuple[bool, str], tuple[Array, Array]] = {}
         self._memory: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._links: dict[str, Link] = {}
-        self._codecs: dict[str, tuple[float, float]] = {}
+        self._codecs: dict[str, tuple[float, float, int]] = {}
         self._units: dict[tuple[str, bool], list[tuple[int, float]]] = {}
         self.slowdown = 0.0  # seconds of computing lost a second of transfer beside it
         self.asked: set[str] = set()
@@ -97,7 +99,8 @@ class OperationTimes:
                 key_of_unit = row["phase"], bool(row["again"])
                 self._units.setdefault(key_of_unit, []).append((row["parameters"], row["seconds"]))
             elif operation == "codec":
-                self._codecs[row["dtype"]] = (row["seconds"] / row["bytes"], float(row["ratio"]))
+                ratio, ranks = float(row["ratio"]), int(row.get("ranks", 2))
+                self._codecs[row["dtype"]] = (row["seconds"] / row["bytes"], ratio, ranks)
             else:
                 memory.setdefault((operation, row["dtype"]), []).append((row["shape"][0], row["seconds"]))
         for key, found in products.items():
@@ -182,12 +185,20 @@ class OperationTimes:
             raise UsageError(self._missing(operation))
         return self._links[operation]
 
-    def codec(self, name: str) -> tuple[float, float]:
-        """(seconds to encode and decode a plain byte, plain bytes over sent bytes). Raises ``UsageError``."""
+    def codec(self, name: str, ranks: int) -> tuple[float, float]:
+        """(seconds to encode and decode a plain byte, plain bytes over sent bytes) between so many ranks.
+
+        Raises ``UsageError`` where it was not calibrated, or more ranks than it takes are asked for.
+        """
         self.asked.add("codec")
         if name not in self._codecs:
             raise UsageError(self._missing(f"the codec {name}"))
-        return self._codecs[name]
+        seconds, ratio, measured = self._codecs[name]
+        if name != "terngrad":
+            return seconds, ratio
+        if ranks > MOST_TERNARY_RANKS:
+            raise UsageError(f"terngrad sums codes of up to {MOST_TERNARY_RANKS} ranks, not of {ranks}")
+        return seconds, ratio * _ternary_bits(measured) / _ternary_bits(ranks)
 
     def sharded_unit(self, phase: str, parameters: int, again: bool) -> float | None:
         """Seconds that a host works for a unit of so many parameters in a phase because it is sharded, without bytes; ``again``
@@ -203,6 +214,11 @@ class OperationTimes:
         if self._peaks is None:
             return f"{what}: this machine is not calibrated: run trine hardware --calibrate where the record is from"
         return f"{what} is not in this machine's calibration: run trine hardware --calibrate again"
+
+
+def _ternary_bits(ranks: int) -> int:
+    """Of an element of TernGrad's: its code, and the sum of all ranks' (``optim/runtime/exchange/terngrad.py``)."""
+    return 2 + (4 if 2 * ranks + 1 <= 16 else 8)
 
 
 def _deviation(row: Mapping[str, Any]) -> float:

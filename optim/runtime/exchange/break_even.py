@@ -100,7 +100,11 @@ def estimate_of(assembly: Assembly, share: float = 1.0) -> Estimate:
 
 
 def measure_codec(
-    communication: Communication, parameters: Mapping[str, torch.Tensor], ranks: int, device: torch.device
+    communication: Communication,
+    parameters: Mapping[str, torch.Tensor],
+    ranks: int,
+    device: torch.device,
+    repeats: int = REPEATS,
 ) -> tuple[float, list[float], int]:
     """Ratio of bytes, seconds of each repetition, and elements of a sample of these parameters' gradients, drawn at random.
 
@@ -119,7 +123,7 @@ def measure_codec(
     drawn = torch.randn(start, generator=generator, device=device, dtype=torch.float32).to(dtype)
     reduction = reduction_of(communication, lambda flat: None, Alone(ranks), device)
     seconds: list[float] = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         bucket = Bucket(drawn.clone(), tuple(pieces))
         _wait(device)
         began = time.perf_counter()

@@ -20,6 +20,8 @@ __all__ = ["codecs_of"]
 
 #: The gradients are one matrix of so many rows and columns.
 SIDE = 1024
+#: Repetitions of a codec, whose quartiles are kept.
+REPEATS = 7
 
 
 def codecs_of(device: torch.device, ranks: int = 2) -> list[dict[str, Any]]:
@@ -29,7 +31,9 @@ def codecs_of(device: torch.device, ranks: int = 2) -> list[dict[str, Any]]:
 
 
 def _row(name: str, sample: dict[str, torch.Tensor], ranks: int, device: torch.device) -> dict[str, Any]:
-    ratio, seconds, elements = measure_codec(Communication(compression=name), sample, ranks, device)
+    communication = Communication(compression=name)
+    ratio, seconds, elements = measure_codec(communication, sample, ranks, device, 1 + REPEATS)
+    seconds = seconds[1:]  # the first one warms up
     return {
         "operation": "codec", "dtype": name, "bytes": 4 * elements, "seconds": min(seconds),
         "quartiles": quartiles_of(seconds), "ratio": ratio, "ranks": ranks,

@@ -47,6 +47,18 @@ def test_what_was_not_answered_or_not_measured_is_no_row() -> None:
     assert whatif.rows_of("gpt", {"bf16": "no answer", "zero 1": answer(0.1)}, {"plain": [0.4]}) == []
 
 
+def test_a_record_of_which_nothing_is_answered_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(whatif, "calibrate", lambda anew: None)
+    monkeypatch.setattr(whatif, "_judged", lambda sample, seconds: ([], [f"{sample}: bf16: no calibration"]))
+    assert whatif.main(["gpt"]) == 2
+    said = capsys.readouterr()
+    assert (
+        said.err == "no change was both predicted and measured: gpt: bf16: no calibration\n" and not said.out
+    )
+
+
 def test_every_change_is_one_that_the_configuration_takes() -> None:
     for change in whatif.CHANGES.values():
         assert Config().with_changes(change).changes() == change

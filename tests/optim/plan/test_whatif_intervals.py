@@ -87,7 +87,7 @@ def test_a_calibration_of_an_earlier_release_is_read_and_said_to_lack_its_variat
 def test_no_step_is_predicted_to_take_less_than_nothing() -> None:
     found = run(varied(calibration(), "product", 2.0))
     found = replace(found, steady=Steady(found.base_s[5] / np.linspace(1.0, 5.0, 30), {}))
-    for change in ({"precision.dtype": "bf16"}, {"product_speed": 1e9}, {"memory_speed": 1e9}):
+    for change in ({"precision.dtype": "bf16"}, {"product_speed": 1e6}, {"memory_speed": 1e6}):
         answer = found.what_if(change)
         assert answer.predicted.low >= 0 and answer.gain.high <= answer.step.high
 

@@ -11,17 +11,24 @@ __all__ = ["KEYS", "ORDER", "apply"]
 KEYS = ("product_speed", "memory_speed", "link_speed")
 ORDER = 75
 
+#: Beyond these factors a step is one kind of work alone, and numbers overflow.
+MOST_TIMES = 1e6
+
 _KINDS = {"product_speed": "product", "memory_speed": "memory", "link_speed": "transfer"}
 
 
 def apply(graph: Graph, change: Change) -> Graph:
-    """Raises ``UsageError`` for a speed that is not above nought, or where the record holds no such work."""
+    """Raises ``UsageError`` for a speed that no machine has, or where the record holds no such work."""
     for key, kind in _KINDS.items():
         if key not in change.given:
             continue
         speed = change.given[key]
-        if not isinstance(speed, int | float) or isinstance(speed, bool) or not speed > 0:
-            raise UsageError(f"{key}: how many times as fast, a number above 0, not {speed!r}")
+        if (
+            not isinstance(speed, int | float)
+            or isinstance(speed, bool)
+            or not 1 / MOST_TIMES <= speed <= MOST_TIMES
+        ):
+            raise UsageError(f"{key}: how many times as fast, from a millionth to a million, not {speed!r}")
         if not any(task.kind == kind for task in graph.steps[0].ranks[0].tasks):
             raise UsageError(f"{key}: this record holds no {kind} to be timed")
         graph = mapped(
