@@ -129,18 +129,29 @@ def _keys_words(problem: Problem, row: Mapping[str, int]) -> str:
     return f"tensor {row['tensor']} and {problem.workload.kv_heads} heads of keys and values do not divide each other"
 
 
-def _width(problem: Problem, rows: Rows) -> Mask:
-    workload = problem.workload
-    found = np.ones(len(rows["tensor"]), dtype=bool)
+def _widths(problem: Problem) -> dict[str, int]:
+    """What the tensor group splits of feed-forwards, by whose it is."""
+    workload, found = problem.workload, {}
     if workload.mixture_layers < workload.layers:
-        found &= _divides(rows["tensor"], workload.ffn)
+        found["the feed-forward's"] = workload.ffn
     if workload.shared_experts:
-        found &= _divides(rows["tensor"], workload.shared_experts * workload.shared_ffn)
+        found["the shared experts'"] = workload.shared_experts * workload.shared_ffn
+    if workload.is_mixture and problem.stack.expert_tensor:
+        found["an expert's"] = workload.expert_ffn
+    return found
+
+
+def _width(problem: Problem, rows: Rows) -> Mask:
+    found = np.ones(len(rows["tensor"]), dtype=bool)
+    for width in _widths(problem).values():
+        found &= _divides(rows["tensor"], width)
     return found
 
 
 def _width_words(problem: Problem, row: Mapping[str, int]) -> str:
-    return f"tensor {row['tensor']} does not divide the feed-forward's width {problem.workload.ffn}"
+    tensor = row["tensor"]
+    whose, width = next((whose, width) for whose, width in _widths(problem).items() if width % tensor)
+    return f"tensor {tensor} does not divide {whose} width {width}"
 
 
 def _sequence(problem: Problem, rows: Rows) -> Mask:
@@ -188,11 +199,19 @@ def _experts_words(problem: Problem, row: Mapping[str, int]) -> str:
 
 
 def _expert_ranks(problem: Problem, rows: Rows) -> Mask:
-    return _divides(rows["expert"], rows["data"] * rows["context"] * rows["tensor"])
+    # Where each expert is split over its tensor group, the whole group is one place for experts.
+    inside = 1 if problem.stack.expert_tensor else rows["tensor"]
+    return _divides(rows["expert"], rows["data"] * rows["context"] * inside)
 
 
 def _expert_ranks_words(problem: Problem, row: Mapping[str, int]) -> str:
-    ranks = row["data"] * row["context"] * row["tensor"]
+    ranks = row["data"] * row["context"]
+    if problem.stack.expert_tensor:
+        return (
+            f"expert {row['expert']} does not divide the {ranks} tensor group{'' if ranks == 1 else 's'} of a stage "
+            f"(data x context): {problem.stack.name} splits each expert over one"
+        )
+    ranks *= row["tensor"]
     return f"expert {row['expert']} does not divide the {ranks} ranks of a stage (data x context x tensor)"
 
 

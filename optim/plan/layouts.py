@@ -66,7 +66,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 #: Every column and the value it has where none is given.
 #:
 #: ``data`` counts all ranks that see different batches, so devices = data · context · tensor · pipeline; ``shard`` of them
-#: (times ``context``) share ZeRO's state, 0 for all; ``expert`` of data · context · tensor ranks share a layer's experts.
+#: (times ``context``) share ZeRO's state, 0 for all; ``expert`` of data · context · tensor ranks share a layer's experts,
+#: or of as many tensor groups where the software splits each expert over one.
 #: ``sequence``: norms and dropout split along the sequence over the tensor ranks (Korthikanti 2022). ``chunks``: stages a
 #: rank. ``microbatches``: of a step, a rank. ``recomputed_layers``: of a stage, under ``budget``. ``two_level``: gradients are
 #: reduced inside a node first. ``bucket_bytes`` 0: the stack's own.

@@ -5,6 +5,7 @@
     recompute = none and activation_offload != none       kinds by their words, "|" between several
     schedule = 1f1b and microbatches < pipeline           against another column
     tensor does not divide kv_heads                       a column, or a field of the model
+    experts > 0 and pipeline > 1                          a field of the model in a column's place
 
 A rule whose every condition the pins ask for is not kept: a plan says then that the software does not offer it.
 """
@@ -25,12 +26,15 @@ __all__ = ["Condition", "Rule", "broken", "broken_words", "rule_of"]
 
 Mask = npt.NDArray[np.bool_]
 
+#: Fields of the model that a condition may begin with.
+_MODEL = (("experts",),)
 _CONDITION = re.compile(r"([a-z_|]+) (=|!=|>|<|does not divide) (\S+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """``columns``: it holds where it does for any. ``values``: codes or numbers; ``other``: a column or a model's field instead."""
+    """``columns``: it holds where it does for any; one field of the model may stand there. ``values``: codes or numbers;
+    ``other``: a column or a model's field instead."""
 
     columns: tuple[str, ...]
     operator: str
@@ -39,21 +43,31 @@ class Condition:
 
     def holds(self, rows: Mapping[str, Integers], workload: Workload) -> Mask:
         """Row by row."""
-        each = [self._of(rows[column], rows, workload) for column in self.columns]
+        each = [self._of(_column(name, rows, workload), rows, workload) for name in self.columns]
         return np.asarray(np.any(each, axis=0))
 
     def forced(self, pins: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether the pins of one of its columns leave nothing else; comparisons with others are never asked for."""
+        """Whether the pins of one of its columns leave nothing else; comparisons with others are never asked for, and the model
+        always is."""
         if self.other is not None:
             return False
+        if self.is_of_the_model:
+            return True
         for column in self.columns:
             pinned = np.asarray(pins.get(column, ()), dtype=np.int64)
             if len(pinned) and bool(self._among(pinned).all()):
                 return True
         return False
 
+    @property
+    def is_of_the_model(self) -> bool:
+        """Whether no layout changes it."""
+        return self.columns[0] not in DEFAULTS
+
     def words(self, row: Mapping[str, int], workload: Workload) -> str:
         """Of a row in which it holds: ``"pipeline 2"``."""
+        if self.is_of_the_model:
+            return f"{getattr(workload, self.columns[0])} {self.columns[0]}"
         rows = {name: np.asarray([value]) for name, value in row.items()}
         column = next(name for name in self.columns if self._of(rows[name], rows, workload).all())
         value = KINDS[column][row[column]] if column in KINDS else row[column]
@@ -67,7 +81,7 @@ class Condition:
     def _of(self, column: Integers, rows: Mapping[str, Integers], workload: Workload) -> Mask:
         if self.other is None:
             return self._among(column)
-        other = rows[self.other] if self.other in rows else np.asarray(int(getattr(workload, self.other)))
+        other = _column(self.other, rows, workload)
         if self.operator == "<":
             return np.asarray(column < other)
         return np.asarray(other % np.maximum(column, 1) != 0)
@@ -88,9 +102,8 @@ class Rule:
     def columns(self) -> frozenset[str]:
         """That have to be known before it can be asked."""
         others = {one.other for one in self.conditions if one.other in DEFAULTS}
-        return frozenset(column for one in self.conditions for column in one.columns) | {
-            *filter(None, others)
-        }
+        own = [one.columns for one in self.conditions if not one.is_of_the_model]
+        return frozenset(column for columns in own for column in columns) | {*filter(None, others)}
 
     def broken(self, rows: Mapping[str, Integers], workload: Workload) -> Mask:
         """Row by row."""
@@ -103,6 +116,13 @@ class Rule:
     def words(self, row: Mapping[str, int], workload: Workload) -> str:
         """Of a row that breaks it: ``"context 2 beside pipeline 2"``."""
         return " beside ".join(one.words(row, workload) for one in self.conditions)
+
+
+def _column(name: str, rows: Mapping[str, Integers], workload: Workload) -> Integers:
+    """Of the layouts, or the model's field, alike in every row."""
+    if name in rows:
+        return rows[name]
+    return np.full(len(rows["zero_stage"]), int(getattr(workload, name)), dtype=np.int64)
 
 
 def broken(rules: Sequence[Rule], rows: Mapping[str, Integers], workload: Workload) -> Mask:
@@ -127,7 +147,7 @@ def rule_of(text: str) -> Rule:
 def _condition(text: str) -> Condition:
     found = _CONDITION.fullmatch(text)
     columns = tuple(found[1].split("|")) if found else ()
-    if found is None or not set(columns) <= set(DEFAULTS):
+    if found is None or not (set(columns) <= set(DEFAULTS) or columns in _MODEL):
         raise ValueError(f"{text!r} is no condition of layouts")
     operator, words = found[2], found[3].split("|")
     if operator == "does not divide" or words[0] in DEFAULTS:

@@ -46,6 +46,7 @@ _UNSAID = ("recompute", "optimizer_offload", "parameter_offload", "precision.mas
         ("tensor does not divide kv_heads", {"tensor": 8}, True),
         ("tensor does not divide kv_heads", {"tensor": 4}, False),
         ("expert does not divide data", {"expert": 4, "data": 6}, True),
+        ("experts > 0 and pipeline > 1", {"pipeline": 2}, False),
     ],
 )
 def test_a_rule_is_broken_where_all_its_conditions_hold(
@@ -56,7 +57,14 @@ def test_a_rule_is_broken_where_all_its_conditions_hold(
 
 @pytest.mark.parametrize(
     "text",
-    ["context > 1 or pipeline > 1", "contexts > 1", "tensor >= 2", "tensor = pipeline", "tensor > expert"],
+    [
+        "context > 1 or pipeline > 1",
+        "contexts > 1",
+        "experts|tensor > 1",
+        "tensor >= 2",
+        "tensor = pipeline",
+        "tensor > expert",
+    ],
 )
 def test_what_is_no_rule_is_not_read(text: str) -> None:
     with pytest.raises(ValueError, match=r"no condition of layouts|only < and"):
@@ -103,6 +111,64 @@ def test_what_two_pins_ask_for_is_planned_and_one_is_kept_within_the_software() 
     two = plan(DENSE, cluster(), pins=["context=2", "pipeline=2"], **asked)  # type: ignore[arg-type]
     assert two.best.beyond == ("context 2 beside pipeline 2",)
     assert any("does not offer context 2 beside pipeline 2" in text for text in two.assumptions)
+
+
+def test_rules_of_mixtures_are_of_mixtures_alone() -> None:
+    rule = rule_of("experts > 0 and pipeline > 1")
+    rows = Layouts.of(pipeline=[1, 2])
+    assert rule.broken(rows.columns, MIXTURE).tolist() == [False, True]
+    assert not rule.broken(rows.columns, DENSE).any()
+    row = {name: int(column[1]) for name, column in rows.columns.items()}
+    assert rule.words(row, MIXTURE) == "8 experts beside pipeline 2"
+    assert rule.columns == {"pipeline"} and rule.forced({"pipeline": (2,)}) and not rule.forced({})
+
+
+@pytest.mark.parametrize("stack", ["deepspeed", "megatron-deepspeed"])
+def test_deepspeed_spreads_no_experts_in_pipelines(stack: str) -> None:
+    found = shapes(problem(workload=MIXTURE, stack=stack))
+    assert (found["expert"] > 1).any() and not ((found["expert"] > 1) & (found["pipeline"] > 1)).any()
+    whole = (found["expert"] == 1) & (found["pipeline"] > 1)
+    assert whole.any() == (stack == "deepspeed")
+    assert (shapes(problem(stack=stack))["pipeline"] > 1).any()
+
+
+def test_deepspeed_moves_no_state_of_experts_beside_tensor_ranks() -> None:
+    asked = problem(workload=MIXTURE, stack="deepspeed")
+    every, _ = savings(asked, shapes(asked), ("recompute", *OFFLOADED))
+    moved = every.take((every["optimizer_offload"] > 0) | (every["parameter_offload"] > 0))
+    assert len(moved) and not ((moved["expert"] > 1) & (moved["tensor"] > 1)).any()
+
+
+@pytest.mark.parametrize("stack", ["megatron-core", "deepspeed", "megatron-deepspeed"])
+def test_state_of_several_data_ranks_is_moved_where_it_is_sharded(stack: str) -> None:
+    asked = problem(stack=stack)
+    every, _ = savings(asked, shapes(asked), ("recompute", *OFFLOADED))
+    moved = every.take(every["optimizer_offload"] > 0)
+    alone = moved["data"] * moved["context"] == 1
+    assert alone.any() and (moved["zero_stage"][~alone] > 0).all()
+
+
+@pytest.mark.parametrize("stack", ["torchtitan", "llm-foundry"])
+def test_fsdp_moves_parameters_and_state_together(stack: str) -> None:
+    asked = problem(stack=stack)
+    every, _ = savings(asked, shapes(asked), OFFLOADED)
+    assert (every["optimizer_offload"] > 0).any()
+    assert ((every["optimizer_offload"] > 0) == (every["parameter_offload"] > 0)).all()
+
+
+def test_interleaved_stages_have_as_many_micro_batches_as_the_software_wants() -> None:
+    ranks = {"nodes": 2, "batch": 18, "workload": DENSE.with_changes(layers=8)}
+    core = shapes(problem(80.0, "schedule=interleaved", stack="megatron-core", **ranks))
+    assert (core["microbatches"] >= core["pipeline"]).all()
+    assert (core["microbatches"] % core["pipeline"] != 0).any()
+    old = shapes(problem(80.0, "schedule=interleaved", stack="megatron-lm-2021", **ranks))
+    assert (old["microbatches"] % old["pipeline"] == 0).all()
+
+
+def test_megatron_splits_the_sequence_of_mixtures_beside_tensor_ranks() -> None:
+    found = shapes(problem(workload=MIXTURE, stack="megatron-core"))
+    assert (found["tensor"] > 1).any() and (found["sequence"] == (found["tensor"] > 1)).all()
+    assert 0 in shapes(problem(80.0, "tensor=2", stack="megatron-core"))["sequence"]
 
 
 # --- this package's runtime ---------------------------------------------------------------------

@@ -109,6 +109,16 @@ def test_experts_divide_and_lie_inside_a_stage() -> None:
     assert values(shapes(problem()), "expert") == {1}
 
 
+def test_experts_that_tensor_ranks_split_are_spread_over_whole_groups() -> None:
+    found = shapes(problem(workload=MIXTURE, stack="megatron-core"))
+    assert ((found["data"] * found["context"]) % found["expert"] == 0).all()
+    whole = shapes(problem(workload=MIXTURE, stack="megatron-bridge"))
+    assert ((whole["data"] * whole["context"]) % whole["expert"] != 0).any()
+    odd = MIXTURE.with_changes(expert_ffn=2047)
+    assert values(shapes(problem(workload=odd, stack="megatron-core")), "tensor") == {1}
+    assert values(shapes(problem(workload=odd, stack="megatron-bridge")), "tensor") == {1, 2}
+
+
 def test_state_is_sharded_only_where_there_are_ranks_for_it() -> None:
     found = shapes(problem(stack="trine"))
     alone = found["data"] * found["context"] == 1
@@ -185,6 +195,16 @@ def test_every_stack_has_abilities_in_words_that_layouts_know() -> None:
         (["pipeline=8"], {"nodes": 4, "batch": 8}, "pipeline 8 is more than 4 layers"),
         (["expert=2"], {}, "small has no experts"),
         (["expert=3"], {"workload": MIXTURE}, "expert 3 does not divide 8 experts"),
+        (
+            ["expert=4", "tensor=2", "pipeline=2"],
+            {"workload": MIXTURE, "stack": "megatron-core"},
+            "expert 4 does not divide the 1 tensor group of a stage (data x context): megatron-core splits each expert over",
+        ),
+        (
+            ["tensor=2"],
+            {"workload": MIXTURE.with_changes(expert_ffn=2047), "stack": "megatron-core"},
+            "tensor 2 does not divide an expert's width 2047",
+        ),
         (["data=4"], {"batch": 6}, "does not divide the global batch of 6"),
         (["microbatches=5"], {}, "is not the global batch of 8"),
         (["schedule=zb-v", "pipeline=1"], {}, "needs a pipeline of at least 2 ranks"),
