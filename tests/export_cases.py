@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trine.optim.config import Config
 from trine.optim.exports import Exported, Written, write
 from trine.optim.exports._reading import exported_of_layout
+from trine.optim.plan.constants import stack_named
 from trine.optim.plan.layouts import COMPRESSIONS, OFFLOADS, PRECISIONS, SCHEDULES
 from trine.optim.plan.workload import LatentAttention, Workload
 
@@ -61,13 +62,15 @@ def layout_rows(draw: st.DrawFn) -> dict[str, int | str]:
     several = schedule not in ("gpipe", "1f1b", "zb-h1", "zb-h2")
     chunks = [2] if schedule in ("zb-v", "dualpipe-v") else [2, 3, 4] if several else [1]
     recompute = draw(st.sampled_from(["none", "selective", "full", "budget"]))
+    context = draw(st.sampled_from([1, 1, 2, 4]))
+    alone = data * context == 1
     return {
         "data": data,
         "shard": draw(st.sampled_from([0, *shards])) if stage else 0,
         "zero_stage": stage,
         "tensor": tensor,
         "sequence": draw(st.sampled_from([0, 1])) if tensor > 1 else 0,
-        "context": draw(st.sampled_from([1, 1, 2, 4])),
+        "context": context,
         "expert": draw(st.sampled_from([1, 1, 2, 8, 32])),
         "pipeline": pipeline,
         "chunks": draw(st.sampled_from(chunks)) if pipeline > 1 else 1,
@@ -77,8 +80,8 @@ def layout_rows(draw: st.DrawFn) -> dict[str, int | str]:
         "recompute": recompute,
         "recomputed_layers": draw(st.integers(1, max(1, 32 // pipeline))) if recompute == "budget" else 0,
         "precision": draw(st.sampled_from(PRECISIONS)),
-        "optimizer_offload": draw(st.sampled_from(OFFLOADS)) if stage else "none",
-        "parameter_offload": draw(st.sampled_from(OFFLOADS)) if stage == 3 else "none",
+        "optimizer_offload": draw(st.sampled_from(OFFLOADS)) if stage or alone else "none",
+        "parameter_offload": draw(st.sampled_from(OFFLOADS)) if stage == 3 or alone else "none",
         "activation_offload": draw(st.sampled_from(OFFLOADS)),
         "bucket_bytes": draw(st.sampled_from([0, 25 * 2**20, 10**9])),
         "compression": draw(st.sampled_from(COMPRESSIONS)),
@@ -88,8 +91,10 @@ def layout_rows(draw: st.DrawFn) -> dict[str, int | str]:
 
 @st.composite
 def exported_layouts(draw: st.DrawFn) -> Exported:
-    """Of one of both models, on nodes of eight devices."""
-    return exported_of_layout(draw(layout_rows()), draw(st.sampled_from([DENSE, MIXTURE])), 8)
+    """Of one of both models, on nodes of eight devices, for software that splits experts, recomputes operators, or neither."""
+    stack = draw(st.sampled_from([None, "megatron-core", "megatron-bridge", "trine", "torchtitan"]))
+    known = None if stack is None else stack_named(stack)
+    return exported_of_layout(draw(layout_rows()), draw(st.sampled_from([DENSE, MIXTURE])), 8, known)
 
 
 #: Every key that is not bound to another, with values that it takes.

@@ -68,6 +68,7 @@ MEGATRON: dict[str, object] = {
     "--context-parallel-size": int,
     "--expert-model-parallel-size": int,
     "--expert-tensor-parallel-size": int,
+    "--microbatch-group-size-per-virtual-pipeline-stage": int,
     "--num-virtual-stages-per-pipeline-rank": int,
     "--pipeline-model-parallel-layout": str,
     "--use-distributed-optimizer": bool,
@@ -109,6 +110,7 @@ MEGATRON_DEEPSPEED: dict[str, object] = {
     "--enable-zbh1-pipeline": bool,
     "--checkpoint-activations": bool,
     "--deepspeed-activation-checkpointing": bool,
+    "--checkpoint-in-cpu": bool,
     "--deepspeed": bool,  # deepspeed.add_config_arguments
     "--deepspeed_config": str,
     "--zero-stage": int,

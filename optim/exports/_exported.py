@@ -9,10 +9,15 @@ from typing import Any
 
 from trine.optim.config import Config
 from trine.optim.layout import Layout, arranged
+from trine.optim.plan.constants import Stack
+from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.workload import Workload
 from trine.record.errors import UsageError
 
 __all__ = ["Batch", "Exported"]
+
+#: Tiers that state is moved to.
+_ELSEWHERE = ("cpu", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Exported:
 
     ``layout``: the planner's row, as ``Layouts.row`` gives it, where the configuration was made of one; ``lacks``: its columns
     that the configuration cannot say, each with a line. ``devices`` and ``nodes`` of the job, where they are known.
-    ``gradient_bytes``: of an element of the gradients that the plan's software sums in bf16, where a plan says its software.
+    ``stack``: the software that the plan is for, where it says so.
     """
 
     config: Config
@@ -39,7 +44,7 @@ class Exported:
     devices: int | None = None
     nodes: int | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
-    gradient_bytes: float | None = None
+    stack: Stack | None = None
 
     def __post_init__(self) -> None:
         for name in ("devices", "nodes"):
@@ -50,9 +55,41 @@ class Exported:
             raise UsageError(f"{self.devices} devices do not divide over {self.nodes} nodes")
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether the model is known to have experts."""
+        if self.workload is not None:
+            return self.workload.is_mixture
+        return self.config.parallel.expert > 1
+
+    @property
+    def expert_parts(self) -> int:
+        """Tensor ranks that each expert is split over: where nobody says, experts are whole."""
+        return self.config.parallel.tensor if self.stack is not None and self.stack.expert_tensor else 1
+
+    @property
+    def gradient_bytes(self) -> float | None:
+        """Of an element of the gradients that the plan's software sums in bf16, as its memory counts them."""
+        return None if self.stack is None else memory_traits(self.stack).bf16_gradient_bytes
+
+    @property
+    def operators(self) -> str:
+        """Which matmuls the plan's selective recomputation keeps; "none" where it repeats attention's scores alone."""
+        return "none" if self.stack is None else self.stack.operators
+
+    @property
     def grid(self) -> Layout | None:
         """Degrees over all devices; None where their number is not known. Raises ``UsageError`` where they do not fit."""
         return None if self.devices is None else arranged(self.config, 0, self.devices)
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO's; where one rank has all of the state every stage is the same, so there what tools ask for before they move it."""
+        stage, offload = self.config.zero.stage, self.config.offload
+        if stage or self.data_ranks != 1 or self.config.parallel.context != 1:
+            return stage
+        if offload.parameters in _ELSEWHERE and self.config.parallel.pipeline == 1:
+            return 3
+        return 1 if offload.optimizer in _ELSEWHERE else 0
 
     @property
     def replicas(self) -> int | None:

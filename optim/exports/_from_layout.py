@@ -26,6 +26,12 @@ _SCHEDULES = {
 #: Where state goes that a layout puts on a disk, whose folder no plan knows: DeepSpeed's own example names it so.
 _DISK = "/local_nvme"
 
+#: Of software whose selective recomputation is another than ours, which keeps all matmuls: in what.
+_UNLIKE = {
+    "none": "what is cheap is recomputed here, more than attention's scores",
+    "alternate": "all matmuls are kept here, not every second: more memory, and less is recomputed",
+}
+
 Row = Mapping[str, int | str]
 
 
@@ -35,6 +41,7 @@ class _Mapping:
 
     row: Row
     workload: Workload | None
+    operators: str = "none"
     changes: dict[str, Any] = field(default_factory=dict)
     lacks: dict[str, str] = field(default_factory=dict)
 
@@ -45,13 +52,16 @@ class _Mapping:
         self.lacks[column] = f"{column} = {self.row[column]}: {why}"
 
 
-def config_of(row: Row, workload: Workload | None = None) -> tuple[Config, dict[str, str]]:
+def config_of(
+    row: Row, workload: Workload | None = None, *, operators: str = "none"
+) -> tuple[Config, dict[str, str]]:
     """A layout's row as ``Layouts.row`` gives it → our configuration, and column → why the configuration cannot say it.
 
-    ``workload``: whose layers are counted and whose experts are spread. Where the configuration has no counterpart, its nearest
+    ``workload``: whose layers are counted and whose experts are spread. ``operators``: which matmuls the planned software's
+    selective recomputation keeps (:class:`~trine.optim.plan.constants.Stack`). Where the configuration has no counterpart, its nearest
     is set. Columns that are left out have the planner's defaults. Raises ``UsageError`` for a row that is no layout.
     """
-    mapping = _Mapping(checked_row(row), workload)
+    mapping = _Mapping(checked_row(row), workload, operators)
     for part in _PARTS:
         part(mapping)
     return Config().with_changes(mapping.changes), mapping.lacks
@@ -148,7 +158,8 @@ def _recomputation(mapping: _Mapping) -> None:
         mapping.changes["checkpointing.mode"] = "full"
     elif mode == "selective":
         mapping.changes["checkpointing.mode"] = "selective"
-        mapping.lack("recompute", "what is cheap is recomputed here, more than attention's scores")
+        if mapping.operators in _UNLIKE:
+            mapping.lack("recompute", _UNLIKE[mapping.operators])
     elif mode == "budget":
         _some_layers(mapping)
 

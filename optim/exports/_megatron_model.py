@@ -7,7 +7,7 @@ from trine.optim.exports._exported import Exported
 from trine.optim.exports._text import Flags
 from trine.optim.plan.workload import Workload
 
-__all__ = ["add_batch", "add_model", "add_rotary", "add_sizes", "name_kinds"]
+__all__ = ["add_batch", "add_model", "add_rotary", "add_sizes", "name_kinds", "say_selective"]
 
 
 def add_sizes(flags: Flags, exported: Exported, account: Account) -> Workload | None:
@@ -137,6 +137,17 @@ def _add_experts(flags: Flags, workload: Workload) -> None:
         flags.add("--moe-layer-freq", f"([0]*{workload.dense_layers}+[1]*{workload.mixture_layers})")
     flags.add("--moe-token-dispatcher-type", "alltoall")  # dropless, as planned
     flags.add("--moe-grouped-gemm")
+
+
+def say_selective(exported: Exported, account: Account) -> None:
+    """Their selective recomputation repeats attention's scores alone; what a plan or a program means by it may be more."""
+    account.says("checkpointing.mode")
+    if exported.layout is not None:
+        account.says_column("recompute")
+    if exported.layout is None or exported.operators != "none":
+        account.notes(
+            "checkpointing.mode: selective is attention's scores alone there: more memory, and less is recomputed"
+        )
 
 
 def add_batch(flags: Flags, exported: Exported, account: Account) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from trine.optim.config import Config
 from trine.optim.exports._exported import Exported
 from trine.optim.exports._from_layout import checked_row, config_of
-from trine.optim.plan.constants import stack_named
+from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.layouts import Layouts
-from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.workload import LatentAttention, Workload
 from trine.record.errors import UnreadableInput, UsageError
 
@@ -44,16 +43,19 @@ def exported_from(
 
 
 def exported_of_layout(
-    row: Mapping[str, int | str], workload: Workload | None = None, devices_per_node: int | None = None
+    row: Mapping[str, int | str],
+    workload: Workload | None = None,
+    devices_per_node: int | None = None,
+    stack: Stack | None = None,
 ) -> Exported:
-    """One layout of the planner. Raises ``UsageError`` for what is none."""
+    """One layout of the planner, for the software ``stack``. Raises ``UsageError`` for what is none."""
     layout = checked_row(row)
-    config, lacks = config_of(layout, workload)
+    config, lacks = config_of(layout, workload, operators="none" if stack is None else stack.operators)
     devices = int(Layouts.of(**layout).devices[0])
     nodes = None if devices_per_node is None else max(1, -(-devices // devices_per_node))
     if nodes is not None and devices % nodes:  # a job that leaves some of a node idle
         nodes = None
-    return Exported(config, workload, layout, devices, nodes, lacks)
+    return Exported(config, workload, layout, devices, nodes, lacks, stack)
 
 
 def _parsed(path: Path) -> Mapping[str, Any]:
@@ -87,11 +89,12 @@ def _of_plan(plan: Mapping[str, Any], where: str, row: int) -> Exported:
     if per_node is not None and (not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1):
         raise UnreadableInput(f"{where}: devices_per_node of its cluster is {per_node!r}, no whole number")
     try:
-        exported = exported_of_layout(layout, _workload(plan.get("workload")), per_node)
+        workload = _workload(plan.get("workload"))
+        exported = exported_of_layout(layout, workload, per_node, _stack(plan.get("stack")))
     except UsageError as error:
         raise UnreadableInput(f"{where}: {error}") from error
     _require_as_planned(Layouts.of(**checked_row(layout)), plan, f"{where}: row {row}")
-    return replace(exported, gradient_bytes=_gradient_bytes(plan.get("stack")))
+    return exported
 
 
 def _require_as_planned(layout: Layouts, plan: Mapping[str, Any], where: str) -> None:
@@ -111,11 +114,11 @@ def _require_as_planned(layout: Layouts, plan: Mapping[str, Any], where: str) ->
             )
 
 
-def _gradient_bytes(stack: Any) -> float | None:
-    """What the plan's memory counted; None where it does not say its software, or names one that is not known here."""
-    name = stack.get("name") if isinstance(stack, Mapping) else None
+def _stack(table: Any) -> Stack | None:
+    """None where the plan does not say its software, or names one that is not known here."""
+    name = table.get("name") if isinstance(table, Mapping) else None
     try:
-        return memory_traits(stack_named(str(name))).bf16_gradient_bytes
+        return stack_named(str(name))
     except UsageError:
         return None
 

@@ -3,7 +3,7 @@
 Keys are those of ``accelerate/commands/config/config_args.py`` and of the arguments in ``accelerate/commands/launch.py`` that
 its tables become (github.com/huggingface/accelerate, 1.15). What a configuration says decides which of the four it is:
 
-    MEGATRON_LM   a pipeline
+    MEGATRON_LM   a pipeline; tensor ranks whose optimizer state alone is in host memory
     DEEPSPEED     ``engine = "deepspeed"``, state on a disk, or zero.stage 1 alone: what FSDP has not
     FSDP          zero.stage 2 and 3, and degrees beside data parallelism (``parallelism_config``)
     MULTI_GPU     replicas; NO for one process
@@ -16,6 +16,7 @@ from typing import Any
 from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Exported
 from trine.optim.exports._from_layout import stage_layers
+from trine.optim.exports._megatron_model import say_selective
 from trine.optim.exports._text import yaml_text
 
 __all__ = ["NAME", "TOOL", "export"]
@@ -50,8 +51,9 @@ def export(exported: Exported) -> Written:
 
 def _kind(exported: Exported) -> str:
     config = exported.config
-    parallel, offload, stage = config.parallel, config.offload, config.zero.stage
-    if parallel.pipeline > 1:
+    parallel, offload, stage = config.parallel, config.offload, exported.zero_stage
+    moves_state_alone = offload.optimizer == "cpu" != offload.parameters and stage == 1
+    if parallel.pipeline > 1 or (parallel.tensor > 1 and moves_state_alone):
         return "MEGATRON_LM"
     if config.engine == "deepspeed" or "nvme" in (offload.optimizer, offload.parameters):
         return "DEEPSPEED"
@@ -161,7 +163,7 @@ def _degrees(exported: Exported, account: Account) -> Tables:
 def _deepspeed(exported: Exported, account: Account) -> Tables:
     """The few keys that Accelerate has for it; the others are in a file of DeepSpeed's own (``trine export --to deepspeed``)."""
     config = exported.config
-    offload, stage = config.offload, config.zero.stage
+    offload, stage = config.offload, exported.zero_stage
     account.says("zero.stage", "parallel.data")
     found: Tables = {"zero_stage": stage, "zero3_init_flag": stage == 3}
     for ours, theirs, least in (("optimizer", "offload_optimizer", 1), ("parameters", "offload_param", 3)):
@@ -202,8 +204,8 @@ def _megatron(exported: Exported, account: Account) -> Tables:
         found["context_parallel_size"] = parallel.context
     if parallel.expert > 1:
         found["expert_model_parallel_size"] = parallel.expert
-        if parallel.tensor > 1:
-            found["expert_tensor_parallel_size"] = 1  # experts stay whole
+    if exported.is_mixture and parallel.tensor > 1:
+        found["expert_tensor_parallel_size"] = exported.expert_parts
     if parallel.tensor == 1:
         account.misses(
             "parallel.sequence", "the sequence is split over tensor ranks, and parallel.tensor is 1"
@@ -211,7 +213,7 @@ def _megatron(exported: Exported, account: Account) -> Tables:
     found["sequence_parallelism"] = parallel.sequence and parallel.tensor > 1
     account.says("parallel.sequence")
     found |= _megatron_pipeline(exported, account)
-    found["use_distributed_optimizer"] = config.zero.stage >= 1
+    found["use_distributed_optimizer"] = exported.zero_stage >= 1
     if config.zero.stage > 1:
         account.misses("zero.stage", "the distributed optimizer shards optimizer state alone: written as 1")
     account.says("zero.stage")
@@ -219,7 +221,7 @@ def _megatron(exported: Exported, account: Account) -> Tables:
     found["gradient_clipping"] = 0.0
     account.notes("gradient_clipping is written as 0.0, which clips nothing: set it to your norm")
     found |= _megatron_recomputation(exported, account)
-    if config.offload.optimizer == "cpu" and config.zero.stage:
+    if config.offload.optimizer == "cpu" and exported.zero_stage:
         account.says("offload.optimizer")
         found |= {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
     return {f"megatron_lm_{name}": value for name, value in found.items()}
@@ -252,8 +254,7 @@ def _megatron_pipeline(exported: Exported, account: Account) -> Tables:
 def _megatron_recomputation(exported: Exported, account: Account) -> Tables:
     wanted, workload = exported.config.checkpointing, exported.workload
     if wanted.mode == "selective":
-        account.says("checkpointing.mode")
-        account.says_column("recompute")  # attention's scores alone is what it means there
+        say_selective(exported, account)
         return {"recompute_granularity": "selective"}
     if wanted.mode == "full" and wanted.every == 1:
         account.says("checkpointing.mode")

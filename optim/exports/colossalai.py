@@ -47,7 +47,7 @@ def _plugin_of(exported: Exported) -> str:
     if parallel.expert > 1:
         return _EXPERTS
     alone = parallel.pipeline == 1 and parallel.context == 1
-    return _GEMINI if exported.config.zero.stage == 3 and alone else _HYBRID
+    return _GEMINI if exported.zero_stage == 3 and alone else _HYBRID
 
 
 def _module(name: str, arguments: Arguments) -> str:
@@ -93,15 +93,15 @@ def _hybrid(exported: Exported, account: Account, name: str) -> Arguments:
 
 def _stage(exported: Exported, account: Account, name: str) -> int:
     """The stage that both constructors take; without one, experts are left to DistributedDataParallel, which they refuse."""
-    parallel, zero = exported.config.parallel, exported.config.zero
+    parallel, stage = exported.config.parallel, exported.zero_stage
     most = 1 if parallel.pipeline > 1 or name == _EXPERTS else 2
-    if zero.stage > most:
+    if stage > most:
         account.misses("zero.stage", f"beside these degrees it shards up to stage {most}: written as {most}")
     account.says("zero.stage")
-    if name == _EXPERTS and parallel.pipeline == 1 and zero.stage == 0:
+    if name == _EXPERTS and parallel.pipeline == 1 and stage == 0:
         account.notes("zero.stage: experts without a pipeline want optimizer state sharded: written as 1")
         return 1
-    return min(zero.stage, most)
+    return min(stage, most)
 
 
 def _sequence(exported: Exported, account: Account, name: str) -> Arguments:

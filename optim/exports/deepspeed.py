@@ -8,6 +8,7 @@ The engine cuts tensors and spreads experts by itself, where a program of DeepSp
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from trine.optim.config import Config
@@ -17,7 +18,7 @@ from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Exported
 from trine.record.errors import UsageError
 
-__all__ = ["NAME", "TOOL", "export", "tables_of"]
+__all__ = ["NAME", "TOOL", "export", "moves_checkpoints", "tables_of"]
 
 NAME = "deepspeed"
 TOOL = "DeepSpeed 0.19"
@@ -43,7 +44,8 @@ _IN_THE_PROGRAM = {
 def export(exported: Exported) -> Written:
     """``ds_config.json``. Clipping is written as off: a configuration leaves it to the loop."""
     account = Account(exported, TOOL)
-    tables = tables_of(exported, account)
+    config = exported.config.with_changes({"zero.stage": exported.zero_stage})
+    tables = tables_of(replace(exported, config=config), account)
     if exported.config.parallel.pipeline > 1:
         account.misses(
             "parallel.pipeline",
@@ -67,11 +69,12 @@ def tables_of(exported: Exported, account: Account, apart: frozenset[str] = froz
     default = Config()
     config = exported.config.with_changes({key: default[key] for key in refused})
     account.says("engine")
+    moved = _moved_checkpoints(config, account, apart)
     for key in config.changes():
         if key in BESIDE and key not in (*_BATCH, *apart):
             account.misses(key, _IN_THE_PROGRAM[key.partition(".")[0]])
     sayable = _sayable(config, account)
-    found = to_deepspeed(sayable)
+    found = to_deepspeed(sayable) | moved
     account.says(*sayable.changes())
     lost = exported.config.parallel.context // config.parallel.context
     _write_batch(found, exported, account, 1 if _FLAGGED in apart else config.parallel.tensor * lost)
@@ -91,12 +94,30 @@ def tables_of(exported: Exported, account: Account, apart: frozenset[str] = froz
     return found
 
 
+def moves_checkpoints(config: Config) -> bool:
+    """Whether what recomputed blocks keep goes to host memory, which DeepSpeed's own checkpointing does."""
+    return config.checkpointing.mode == "full" and config.offload.activations == "cpu"
+
+
+def _moved_checkpoints(config: Config, account: Account, apart: frozenset[str]) -> dict[str, Any]:
+    """The table that says so, where no flag does."""
+    if not moves_checkpoints(config) or "checkpointing.mode" in apart:
+        return {}
+    account.says("offload.activations")
+    account.notes(
+        "activation_checkpointing.cpu_checkpointing is heeded by deepspeed.checkpointing.checkpoint alone, around the program's blocks"
+    )
+    return {"activation_checkpointing": {"cpu_checkpointing": True}}
+
+
 def _sayable(config: Config, account: Account) -> Config:
     """What the writer takes: without other keys, and without those whose value DeepSpeed has not."""
     default = Config()
     apart = {
         key for key in config.changes() if key in BESIDE or key == "engine" or key.startswith("parallel.")
     }
+    if moves_checkpoints(config):
+        apart.add("offload.activations")
     if config.compute.compile == "blocks":
         apart.add("compute.compile")
     sayable = config.with_changes({key: default[key] for key in apart})

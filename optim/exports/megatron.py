@@ -10,8 +10,10 @@ from __future__ import annotations
 from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Exported
 from trine.optim.exports._from_layout import stage_layers
-from trine.optim.exports._megatron_model import add_batch, add_model
+from trine.optim.exports._megatron_model import add_batch, add_model, say_selective
 from trine.optim.exports._text import Flags
+from trine.optim.plan.schedules.interleaved import round_size
+from trine.optim.plan.stages import stage_counts
 
 __all__ = ["NAME", "TOOL", "export"]
 
@@ -58,14 +60,12 @@ def _add_parallel(flags: Flags, exported: Exported, account: Account) -> None:
         )
     elif account.takes("parallel.sequence"):
         flags.add("--sequence-parallel")
-    elif parallel.expert > 1 or (exported.workload is not None and exported.workload.is_mixture):
+    elif exported.is_mixture:
         account.notes(
             "parallel.tensor beside experts: Megatron-LM trains them under --sequence-parallel alone"
         )
-    if parallel.tensor > 1 and _expert_degree(exported, account) > 1:
-        flags.add(
-            "--expert-tensor-parallel-size", 1
-        )  # experts stay whole; Megatron would cut them by tensor ranks
+    if parallel.tensor > 1 and (exported.is_mixture or _expert_degree(exported, account) > 1):
+        flags.add("--expert-tensor-parallel-size", exported.expert_parts)
     if (parallel.tensor > 1 or parallel.context > 1) and exported.config.zero.stage < 2:
         account.notes(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment: on devices before Blackwell it insists, beside tensor or "
@@ -98,14 +98,25 @@ def _add_pipeline(flags: Flags, exported: Exported, account: Account) -> None:
         account.misses("parallel.schedule", "Megatron-LM has 1F1B, and interleaved stages: written as that")
     account.says("parallel.chunks")
     _add_stages(flags, exported, chunks)
-    count = exported.batch.count
-    if chunks > 1 and count is not None and count % parallel.pipeline:
-        account.notes(
-            f"interleaved stages run in rounds of {parallel.pipeline} micro-batches, and a step has {count}"
-        )
+    if chunks > 1:
+        _add_rounds(flags, exported, account)
     if parallel.split in ("auto", "layers"):
         account.says("parallel.split")
     account.misses("parallel.split", "it takes counts of layers: --pipeline-model-parallel-layout says any")
+
+
+def _add_rounds(flags: Flags, exported: Exported, account: Account) -> None:
+    """Micro-batches of a round of interleaved stages: as many as ranks by itself, and it refuses fewer in the last round."""
+    ranks, count = exported.config.parallel.pipeline, exported.batch.count
+    if count is None or count % ranks == 0:
+        return
+    size = round_size(ranks, count)
+    if count < ranks or count % size:
+        account.notes(
+            f"interleaved stages run in rounds of {ranks} micro-batches or more, and a step has {count}"
+        )
+    else:
+        flags.add("--microbatch-group-size-per-virtual-pipeline-stage", size)
 
 
 def _chunks(exported: Exported) -> int:
@@ -125,7 +136,7 @@ def _add_stages(flags: Flags, exported: Exported, chunks: int) -> None:
     stages = exported.config.parallel.pipeline * chunks
     layers = None if exported.workload is None else exported.workload.layers
     if layers is not None and layers % stages:
-        counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        counts = stage_counts(layers, stages)
         middle = "|".join(f"t*{count}" if count else "" for count in counts)
         flags.add("--pipeline-model-parallel-layout", f"E{middle}L")
     elif chunks > 1 and layers is not None:
@@ -138,7 +149,7 @@ def _add_sharding(flags: Flags, exported: Exported, account: Account) -> None:
     """Stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP (its README, "Megatron-LM")."""
     zero = exported.config.zero
     account.says("parallel.data", "zero.stage")
-    if zero.stage == 0:
+    if exported.zero_stage == 0:
         account.misses("parallel.shard", "nothing is sharded")
         return
     flags.add("--use-distributed-optimizer")
@@ -209,12 +220,9 @@ def _add_recomputation(flags: Flags, exported: Exported, account: Account) -> No
         account.says("checkpointing.mode", "checkpointing.every")
         _add_blocks(flags, exported, account, -(-layers // wanted.every))
     elif wanted.mode == "selective":
-        account.says("checkpointing.mode")
-        account.says_column("recompute")  # attention's scores alone is what it means there
+        say_selective(exported, account)
         flags.add("--recompute-granularity", "selective")
         flags.add("--recompute-modules", "core_attn")
-        if exported.layout is None:
-            account.notes("checkpointing.mode: selective is attention alone there")
     else:
         account.misses(
             "checkpointing.mode", "how many layers of a stage that is is not known: --recompute-num-layers"
@@ -242,7 +250,7 @@ def _add_blocks(flags: Flags, exported: Exported, account: Account, layers: int)
 
 def _add_offload(flags: Flags, exported: Exported, account: Account) -> None:
     offload = exported.config.offload
-    if offload.optimizer == "cpu" and exported.config.zero.stage >= 1:
+    if offload.optimizer == "cpu" and exported.zero_stage >= 1:
         account.says("offload.optimizer")
         flags.add("--optimizer-cpu-offload")
         flags.add("--use-precision-aware-optimizer")  # it insists

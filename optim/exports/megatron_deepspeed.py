@@ -12,9 +12,15 @@ from dataclasses import replace
 
 from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Exported
-from trine.optim.exports._megatron_model import add_batch, add_rotary, add_sizes, name_kinds
+from trine.optim.exports._megatron_model import (
+    add_batch,
+    add_rotary,
+    add_sizes,
+    name_kinds,
+    say_selective,
+)
 from trine.optim.exports._text import Flags
-from trine.optim.exports.deepspeed import tables_of
+from trine.optim.exports.deepspeed import moves_checkpoints, tables_of
 from trine.optim.plan.workload import Workload
 
 __all__ = ["NAME", "TOOL", "export"]
@@ -38,7 +44,7 @@ def export(exported: Exported) -> Written:
     config = exported.config
     flags.add("--deepspeed")
     flags.add("--deepspeed_config", _CONFIG)
-    stage = min(config.zero.stage, 1) if config.parallel.pipeline > 1 else config.zero.stage
+    stage = min(exported.zero_stage, 1) if config.parallel.pipeline > 1 else exported.zero_stage
     flags.add("--zero-stage", stage)
     if config.offload.optimizer in ("cpu", "nvme") and stage:
         flags.add("--cpu-optimizer")
@@ -187,8 +193,7 @@ def _add_recomputation(flags: Flags, exported: Exported, account: Account) -> No
         flags.add("--checkpoint-activations")
         flags.add("--deepspeed-activation-checkpointing")
     elif wanted.mode == "selective":
-        account.says("checkpointing.mode")
-        account.says_column("recompute")  # attention's scores alone is what it means there
+        say_selective(exported, account)
         flags.add("--recompute-granularity", "selective")
     elif wanted.mode == "full":
         account.misses("checkpointing.mode", "all layers or none: written as all")
@@ -199,6 +204,9 @@ def _add_recomputation(flags: Flags, exported: Exported, account: Account) -> No
         flags.add("--deepspeed-activation-checkpointing")
     else:
         account.misses("checkpointing.mode", "it has all layers, attention, or none")
+    if flags.has("--deepspeed-activation-checkpointing") and moves_checkpoints(exported.config):
+        account.says("offload.activations")
+        flags.add("--checkpoint-in-cpu")
     account.misses("checkpointing.modules", "it has names of no modules")
     account.misses("checkpointing.operators", "it knows no operators")
     account.misses("checkpointing.budget_bytes", "it counts no bytes")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trine.optim.config import Config
 from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Exported
 
@@ -162,14 +163,22 @@ def _sharding(exported: Exported, account: Account) -> Fields:
     if config.parallel.shard != "auto":
         account.says("parallel.shard")
     account.misses("parallel.shard", "links are not measured: write the number of shards")
-    always = zero.stage == 3 and zero.reshard_after_forward is not False
-    found["fsdp_reshard_after_forward"] = "always" if always else "never"
+    found["fsdp_reshard_after_forward"] = _resharding(config)
     if isinstance(zero.reshard_after_forward, bool):
         account.says("zero.reshard_after_forward")
     account.misses(
         "zero.reshard_after_forward", "it frees parameters or keeps them, and knows no second group"
     )
     return found
+
+
+def _resharding(config: Config) -> str:
+    """When parameters are freed; in pipelines FSDP keeps a stage's by default, as the planner counts, but for those that lie
+    elsewhere."""
+    if config.zero.stage < 3 or config.zero.reshard_after_forward is False:
+        return "never"
+    stays = config.parallel.pipeline > 1 and config.offload.parameters in (None, "none")
+    return "default" if stays and config.zero.reshard_after_forward is None else "always"
 
 
 def _pipeline(exported: Exported, account: Account) -> Fields:
@@ -299,6 +308,8 @@ def _recomputation(exported: Exported, account: Account) -> str:
     kinds = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
     if wanted.mode in kinds:
         account.says("checkpointing.mode")
+    if wanted.mode == "selective":
+        _say_selective(exported, account)
     account.misses(
         "checkpointing.mode", "its budget is a share (MemoryBudgetAC), and the compiler's: written as full"
     )
@@ -307,6 +318,16 @@ def _recomputation(exported: Exported, account: Account) -> str:
     account.misses("checkpointing.operators", "a subclass of SelectiveAC says which: get_save_ops")
     account.misses("checkpointing.budget_bytes", "its budget is a share: MemoryBudgetAC")
     return kinds.get(wanted.mode, "FullAC.Config()")
+
+
+def _say_selective(exported: Exported, account: Account) -> None:
+    """SelectiveAC keeps every second matmul, as plans for torchtitan count."""
+    if exported.operators == "alternate":
+        account.says_column("recompute")
+    elif exported.operators == "all":
+        account.notes(
+            "checkpointing.mode: selective keeps every second matmul there, not all: less memory, more is recomputed"
+        )
 
 
 def _compilation(exported: Exported, account: Account) -> Fields:

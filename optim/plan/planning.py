@@ -197,7 +197,9 @@ class _Writer:
             front=self._front(best, offloaded),
             alternatives=alternatives(self.predictor, self.searcher, chosen),
             losers=self._losers(best),
-            splits=splits_of(self.problem.workload, best.layout),
+            splits=splits_of(
+                self.problem.workload, best.layout, expert_tensor=self.problem.stack.expert_tensor
+            ),
             limits=limits_of(self.problem, chosen),
             largest=limits_of_any(self.searcher) if largest else None,
             busier=busier(self.problem, best.layout, best.parts_s),

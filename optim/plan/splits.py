@@ -32,13 +32,15 @@ def padded_vocabulary(vocabulary: int, tensor: int) -> int:
     return math.ceil(vocabulary / unit) * unit
 
 
-def splits_of(workload: Workload, layout: Mapping[str, int | str]) -> tuple[Split, ...]:
-    """Of every module, in the order of a forward."""
+def splits_of(
+    workload: Workload, layout: Mapping[str, int | str], *, expert_tensor: bool = False
+) -> tuple[Split, ...]:
+    """Of every module, in the order of a forward. ``expert_tensor``: the tensor group splits each expert, too."""
     tensor, sequence = int(layout["tensor"]), bool(layout["sequence"])
     found = [
         _vocabulary("embedding", workload, tensor),
         *_attention(workload, tensor),
-        *_feed_forward(workload, tensor, int(layout["expert"])),
+        *_feed_forward(workload, tensor, int(layout["expert"]), tensor if expert_tensor else 1),
         Split(
             "norms, residuals",
             "sequence",
@@ -83,14 +85,19 @@ def _attention(workload: Workload, tensor: int) -> list[Split]:
     ]
 
 
-def _feed_forward(workload: Workload, tensor: int, expert: int) -> list[Split]:
+def _feed_forward(workload: Workload, tensor: int, expert: int, parts: int) -> list[Split]:
+    """``parts``: of each expert."""
     found = []
     if workload.mixture_layers < workload.layers:
         found += _dense("mlp", workload.ffn, tensor, workload.gated)
     if workload.is_mixture:
         each = workload.experts // min(expert, workload.experts)
-        kind = "expert" if expert > 1 else "whole"
-        found.append(Split("experts", kind, f"{each} of {workload.experts} a rank, each whole"))
+        kind = "expert" if expert > 1 else "whole" if parts == 1 else "column"
+        width = workload.expert_ffn
+        own = (
+            "whole" if parts == 1 else f"split over tensor ranks, {width // parts} of {width} features a rank"
+        )
+        found.append(Split("experts", kind, f"{each} of {workload.experts} a rank, each {own}"))
         found.append(Split("router", "whole", "the same on every rank"))
         if workload.shared_experts:
             width = workload.shared_experts * workload.shared_ffn

@@ -8,7 +8,7 @@ import numpy as np
 
 from trine.optim.plan.columns import Column
 
-__all__ = ["stage_layers"]
+__all__ = ["stage_counts", "stage_layers"]
 
 
 def stage_layers(layers: Any, stages: Any) -> tuple[Column, Column]:
@@ -22,3 +22,13 @@ def stage_layers(layers: Any, stages: Any) -> tuple[Column, Column]:
     holds = (count - 2) * middle + 2 * fewer >= layers
     ends = np.where(even | ~holds, middle, fewer)
     return middle, np.where(count == 1, layers, ends)
+
+
+def stage_counts(layers: int, stages: int) -> list[int]:
+    """Layers of each stage in turn: as :func:`stage_layers` has them, the last of the fullest with one fewer until they add up."""
+    middle, ends = (int(count) for count in stage_layers(layers, stages))
+    counts = [ends, *[middle] * (stages - 2), ends][:stages]
+    fullest = [stage for stage, count in enumerate(counts) if count == max(counts)]
+    for stage in fullest[len(fullest) - (sum(counts) - layers) :]:
+        counts[stage] -= 1
+    return counts

@@ -19,12 +19,16 @@ from trine.optim.plan.schedules._order import (
     Work,
 )
 
-__all__ = ["SCHEDULES"]
+__all__ = ["SCHEDULES", "round_size"]
+
+
+def round_size(ranks: int, microbatches: int) -> int:
+    """Micro-batches of a round: as many as ranks, or a few more, so that all rounds are alike."""
+    return microbatches // max(1, microbatches // ranks)
 
 
 def _round(shape: Shape) -> int:
-    """Micro-batches of a round: as many as ranks, or a few more, so that all rounds are alike."""
-    return shape.microbatches // max(1, shape.microbatches // shape.ranks)
+    return round_size(shape.ranks, shape.microbatches)
 
 
 def _problem(shape: Shape) -> str | None:

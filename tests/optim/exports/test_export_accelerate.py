@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from trine.optim.config import Config
 from trine.optim.exports import Exported, write
 from trine.optim.exports._reading import exported_of_layout
+from trine.optim.plan.constants import stack_named
 
 yaml = pytest.importorskip("yaml")
 
@@ -86,6 +87,24 @@ def test_megatron_by_accelerates_own_plugin(tmp_path: Path, monkeypatch: pytest.
     assert plugin.expert_model_parallel_size == 4 and plugin.expert_tensor_parallel_size == 1
     assert (plugin.recompute_granularity, plugin.recompute_method) == ("full", "block")
     assert plugin.recompute_num_layers == 5
+
+
+def test_state_of_one_data_rank_is_moved_as_planned(tmp_path: Path) -> None:
+    row = {"tensor": 8, "optimizer_offload": "cpu"}
+    arguments, environment = launched(exported_of_layout(row, cases.DENSE, 8), tmp_path)
+    assert arguments.use_megatron_lm
+    assert environment["MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD"] == "True"
+    assert environment["MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER"] == "True"
+    alone, _ = launched(exported_of_layout({"optimizer_offload": "cpu"}, cases.DENSE, 8), tmp_path)
+    assert alone.use_deepspeed and (alone.zero_stage, alone.offload_optimizer_device) == (1, "cpu")
+
+
+def test_experts_are_cut_as_the_plan_cut_them(tmp_path: Path) -> None:
+    row = {"data": 4, "tensor": 2, "sequence": 1, "pipeline": 2, "expert": 4, "microbatches": 4}
+    for stack, parts in (("megatron-core", 2), ("megatron-bridge", 1)):
+        exported = exported_of_layout(row, cases.MIXTURE, 8, stack_named(stack))
+        arguments, _ = launched(exported, tmp_path)
+        assert arguments.megatron_lm_expert_tensor_parallel_size == parts
 
 
 def test_deepspeed_inline(tmp_path: Path) -> None:

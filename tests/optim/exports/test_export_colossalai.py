@@ -208,6 +208,13 @@ def test_sharded_parameters_are_geminis() -> None:
     }
 
 
+def test_state_of_one_data_rank_is_moved_as_planned() -> None:
+    found = built(exported_of_layout({"tensor": 8, "optimizer_offload": "cpu"}, cases.DENSE))
+    assert found.arguments["zero_stage"] == 1 and found.arguments["cpu_offload"] is True
+    both = {"tensor": 2, "optimizer_offload": "cpu", "parameter_offload": "cpu"}
+    assert built(exported_of_layout(both, cases.DENSE)).kind == "GeminiPlugin"
+
+
 def test_experts_have_a_plugin_of_their_own() -> None:
     found = built(exported_of_layout({"data": 16, "expert": 8, "zero_stage": 2}, cases.MIXTURE))
     assert (found.kind, found.arguments["ep_size"], found.arguments["zero_stage"]) == (

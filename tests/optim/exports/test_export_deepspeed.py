@@ -117,7 +117,7 @@ def test_deepspeed_takes_any_layout(deepspeed: Any, name: str, exported: Exporte
     assert found.train_batch_size == exported.batch.whole * times
     assert found.train_micro_batch_size_per_gpu == exported.batch.micro
     assert found.gradient_accumulation_steps == exported.batch.count
-    stage = exported.config.zero.stage
+    stage = exported.zero_stage
     assert found.zero_optimization_stage == (min(stage, 1) if piped and megatron else stage)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from trine.optim.config import Config
 from trine.optim.exports import Exported, config_of, dialect_names, write
 from trine.optim.exports._reading import exported_of_layout
+from trine.optim.plan.constants import stack_named
 from trine.optim.plan.layouts import DEFAULTS, Layouts
 from trine.optim.techniques import refusals
 from trine.record.errors import UsageError
@@ -144,6 +145,18 @@ def test_no_dialect_drops_a_key_without_a_word(config: Config) -> None:
         lost = set(config.changes()) - set(written.said) - cases.named(written)
         assert not lost, (name, lost)
         assert not set(written.said) & cases.named(written), name
+
+
+def test_selective_recomputation_of_our_own_is_no_loss() -> None:
+    row = {"data": 8, "recompute": "selective"}
+    for stack, words in (
+        ("trine", None),
+        ("torchtitan", "all matmuls are kept here, not every second"),
+        ("megatron-core", "more than attention's scores"),
+    ):
+        cannot = write("pytorch", exported_of_layout(row, cases.DENSE, stack=stack_named(stack))).cannot
+        about = [line for line in cannot if line.startswith("recompute = selective")]
+        assert len(about) == (words is not None) and all(words in line for line in about if words)
 
 
 def test_columns_are_all_of_a_layout() -> None:

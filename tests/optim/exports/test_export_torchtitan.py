@@ -17,6 +17,7 @@ from trine.optim.config import Config
 from trine.optim.exports import Exported, write
 from trine.optim.exports._reading import exported_of_layout
 from trine.optim.exports.torchtitan import _MODELS
+from trine.optim.plan.constants import stack_named
 
 
 def built(exported: Exported) -> Any:
@@ -67,12 +68,41 @@ def test_every_degree_has_its_field() -> None:
         ({"data": 8, "zero_stage": 3}, "always", (1, 8)),
         ({"data": 8, "zero_stage": 2}, "never", (1, 8)),
         ({"data": 8, "zero_stage": 1, "shard": 2}, "never", (4, 2)),
+        # A plan keeps a pipeline's stage gathered, but for weights that lie elsewhere.
+        ({"data": 8, "zero_stage": 3, "pipeline": 2, "microbatches": 4}, "default", (1, 8)),
+        (
+            {
+                "data": 8,
+                "zero_stage": 3,
+                "pipeline": 2,
+                "microbatches": 4,
+                "parameter_offload": "cpu",
+                "optimizer_offload": "cpu",
+            },
+            "always",
+            (1, 8),
+        ),
     ],
 )
 def test_stages(row: dict[str, Any], reshard: str, degrees: tuple[int, int]) -> None:
     parallelism = built(exported_of_layout(row, cases.DENSE)).parallelism
     assert parallelism.fsdp_reshard_after_forward == reshard
     assert (parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree) == degrees
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        ("torchtitan", None),
+        ("trine", "selective keeps every second matmul there, not all"),
+        ("megatron-core", "recompute = selective: what is cheap is recomputed here"),
+    ],
+)
+def test_selective_is_said_where_the_plan_means_another(stack: str, words: str | None) -> None:
+    row = {"data": 8, "recompute": "selective"}
+    cannot = write("torchtitan", exported_of_layout(row, cases.DENSE, stack=stack_named(stack))).cannot
+    about = [line for line in cannot if "selective" in line]
+    assert len(about) == (words is not None) and all(words in line for line in about if words)
 
 
 def test_experts_are_borrowed_from_shards() -> None:

@@ -22,6 +22,7 @@ from trine.optim.plan.planning import Plan, plan
 from trine.optim.plan.reasons import bound_by, layout_words, lost_by, too_large
 from trine.optim.plan.refine import idle_of, work_of
 from trine.optim.plan.splits import padded_vocabulary, splits_of
+from trine.optim.plan.stages import stage_counts, stage_layers
 from trine.optim.plan.step import predict, rank_times
 from trine.optim.plan.workload_files import workload_of
 from trine.record.errors import UsageError
@@ -351,6 +352,34 @@ def test_splits_by_hand() -> None:
     assert ("experts", "expert", "2 of 8 a rank, each whole") in {
         (split.module, split.kind, split.words) for split in experts
     }
+    cut = splits_of(MIXTURE, Layouts.of(expert=4, tensor=2).row(0), expert_tensor=True)
+    words = next(split.words for split in cut if split.module == "experts")
+    assert words == "2 of 8 a rank, each split over tensor ranks, 1024 of 2048 features a rank"
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "counts"),
+    [
+        (8, 1, [8]),
+        (7, 2, [4, 3]),
+        (8, 4, [2, 2, 2, 2]),
+        (14, 4, [3, 4, 4, 3]),  # embedding and head stand for a layer each
+        (13, 4, [3, 4, 3, 3]),
+        (6, 8, [0, 1, 1, 1, 1, 1, 1, 0]),
+        (3, 4, [1, 1, 1, 0]),
+    ],
+)
+def test_layers_of_each_stage(layers: int, stages: int, counts: list[int]) -> None:
+    assert stage_counts(layers, stages) == counts
+
+
+@given(some.integers(1, 200), some.integers(1, 64))
+def test_layers_of_all_stages_add_up_and_none_has_more_than_is_counted(layers: int, stages: int) -> None:
+    counts = stage_counts(layers, stages)
+    middle, ends = stage_layers(layers, stages)
+    assert sum(counts) == layers or stages > layers + 2
+    assert len(counts) == stages and max(counts[1:-1], default=0) <= middle
+    assert max(counts[0], counts[-1]) <= ends
 
 
 def test_vocabularies_are_padded_as_megatron_pads() -> None:
