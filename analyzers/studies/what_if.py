@@ -7,8 +7,10 @@ else, and asked what the findings recommend. How far the replay itself is off co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
+
+import numpy as np
 
 from trine.analyzers._tabular import Columns, Tabular
 from trine.optim.plan.whatif import Recorded, WhatIf, replayed
@@ -58,7 +60,11 @@ class ReplayedStep(Tabular):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Tabular):
-    """A change, and the step with it: 95 % of bootstrap draws lie from low to high. A negative gain is a cost."""
+    """A change, and the step with it: 95 % of bootstrap draws lie from low to high. A negative gain is a cost. ``notes``:
+    what is assumed of this change beyond what is of all.
+    """
+
+    COLUMNS: ClassVar[Columns] = {"notes": None}
 
     change: str
     predicted_low_ns: int
@@ -67,12 +73,14 @@ class Answer(Tabular):
     gain_low_ns: int
     gain_mid_ns: int
     gain_high_ns: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfs(Tabular):
-    """``replay_error`` is the median step's; ``basis`` what tasks are: kernels, operators or phases. ``notes``: assumed.
-    ``usual_error``: of the graph that changes are made to, against the usual step.
+    """``replay_error`` is the median of how far steps are off; ``basis`` what tasks are: kernels, operators or phases.
+    ``notes``: assumed. ``usual_error``: of the graph that changes are made to, against the usual step. ``answers``: none
+    where one of them is too large (:attr:`doubt`).
 
     ``run`` answers other changes: :meth:`ask`.
     """
@@ -88,12 +96,19 @@ class WhatIfs(Tabular):
     notes: tuple[str, ...]
     run: Recorded
 
+    @property
+    def doubt(self) -> str | None:
+        """Why no change is told from this replay; None where it is near enough to what was measured."""
+        if abs(self.replay_error) > MOST_ERROR:
+            return f"a replay that is more than {MOST_ERROR:.0%} off says nothing of changes"
+        if abs(self.usual_error) > MOST_USUAL_ERROR:
+            return f"a graph that is more than {MOST_USUAL_ERROR:.0%} from the usual step says nothing of changes to it"
+        return None
+
     def ask(self, change: Mapping[str, Any]) -> WhatIf | None:
         """The answer to a recommendation's change; None where the graph, its replay or the machine's times cannot say."""
         asked = {key: value for key, value in change.items() if key not in _BESIDE}
-        if not asked or self.basis == "phases":
-            return None
-        if abs(self.replay_error) > MOST_ERROR or abs(self.usual_error) > MOST_USUAL_ERROR:
+        if not asked or self.basis == "phases" or self.doubt is not None:
             return None
         try:
             return self.run.what_if(asked)
@@ -125,43 +140,44 @@ def join(parts: Mapping[int, Part], whole: Whole) -> WhatIfs | str:
         run = replayed(*joined([parts[rank] for rank in sorted(parts)], whole.job.world_size, "this job"))
     except UsageError as error:
         return str(error)
-    answers, shown = [], None
-    for change in ASKED:
-        try:
-            shown = run.what_if(change)
-        except UsageError:
-            continue
-        answers.append(_answer(shown))
-    if shown is None:
-        return "no usual change could be made to this record's steps"
-    steps = tuple(
-        ReplayedStep(
-            step.index, _ns(step.measured_s), _ns(step.measured_s * (1 + run.replay_errors[step.index])),
-            run.replay_errors[step.index],
-        )
-        for step in run.graph.recorded
+    found = WhatIfs(
+        run.graph.basis, run.replay_error, run.usual_error, _ns(float(np.median(run.measured))), _steps(run), (),
+        run.graph.notes, run,
     )  # fmt: skip
-    return WhatIfs(
-        run.graph.basis,
-        shown.replay_error,
-        shown.usual_error,
-        _ns(shown.step.mid),
-        steps,
-        tuple(answers),
-        run.graph.notes,
-        run,
+    if found.doubt is not None:
+        return replace(found, notes=(*found.notes, found.doubt))
+    answers = tuple(answer for change in ASKED if (answer := _answer(run, change)) is not None)
+    return (
+        replace(found, answers=answers) if answers else "no usual change could be made to this record's steps"
     )
 
 
-def _answer(found: WhatIf) -> Answer:
+def _steps(run: Recorded) -> tuple[ReplayedStep, ...]:
+    errors = run.replay_errors
+    return tuple(
+        ReplayedStep(
+            step.index,
+            _ns(step.measured_s),
+            _ns(step.measured_s * (1 + errors[step.index])),
+            errors[step.index],
+        )
+        for step in run.graph.recorded
+    )
+
+
+def _answer(run: Recorded, change: Mapping[str, Any]) -> Answer | None:
+    """None where the record has no answer."""
+    try:
+        found = run.what_if(change)
+    except UsageError:
+        return None
     words = ", ".join(
-        f"{key} = {str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in found.changes.items()
+        f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in change.items()
     )
     times = [
         _ns(getattr(part, name)) for part in (found.predicted, found.gain) for name in ("low", "mid", "high")
     ]
-    return Answer(words, *times)
+    return Answer(words, *times, notes=tuple(note for note in found.notes if note not in run.graph.notes))
 
 
 def _ns(seconds: float) -> int:

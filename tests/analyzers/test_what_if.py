@@ -13,6 +13,7 @@ import trine
 from trine.analyzers.findings import gather
 from trine.analyzers.findings._gain import REPLAYED, predict
 from trine.analyzers.reports.studies.what_if import section
+from trine.analyzers.studies import what_if
 from trine.analyzers.studies.what_if import Answer, WhatIfs
 
 TRACE = "traces/kineto/gloo_ddp4_cpu"
@@ -57,6 +58,30 @@ def test_a_recommended_change_is_replayed_and_amdahl_stays_among_the_inputs(anal
     assert replayed is not None and replayed.formula == REPLAYED
     assert replayed.inputs["amdahl_gain_ns"] == pytest.approx(0.1 * facts.step_ns, rel=1e-6)
     assert abs(float(replayed.inputs["replay_error"])) < 0.1
+
+
+def test_what_is_assumed_of_a_single_change_stands_below_the_table(analysis: Any) -> None:
+    study = analysis.study("what_if")
+    own = {each.change: each.notes for each in study.answers}
+    assert not any(set(notes) & set(study.notes) for notes in own.values())
+    step = study.step_ns
+    gains = (step // 2,) * 3, (step - step // 2,) * 3
+    both = tuple(
+        Answer(f"change {number}", *gains[0], *gains[1], notes=("links are alike",)) for number in (1, 2)
+    )
+    drawn = section(replace(study, answers=both), analysis, 8)
+    assert drawn is not None and "change 1, change 2: links are alike." in str(drawn.blocks[-1])
+
+
+def test_a_replay_that_is_far_off_tells_no_changes(
+    analysis: Any, monkeypatch: pytest.MonkeyPatch, data: Path
+) -> None:
+    monkeypatch.setattr(what_if, "MOST_ERROR", 1e-9)
+    found = trine.analyze(trine.load(data / TRACE)).study("what_if")
+    assert found.answers == () and found.doubt in found.notes and found.steps
+    drawn = section(found, analysis, 8)
+    assert drawn is not None and len(drawn.blocks) == 1 and "says nothing of changes" in str(drawn.blocks[0])
+    assert what_if.to_json(found)["answers"] == []
 
 
 @pytest.mark.parametrize(

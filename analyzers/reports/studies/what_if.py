@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trine.analyzers.reports._cells import right
 from trine.analyzers.reports.document import Column, Paragraph, Section, Table
 from trine.analyzers.results import Analysis
@@ -17,12 +19,12 @@ LEAST_SHARE = 0.01
 
 
 def section(result: WhatIfs, analysis: Analysis, most_rows: int) -> Section | None:
-    """How far the replay is off, and a row a change that moves the step."""
+    """How far the replay is off, a row a change that moves the step, and what is assumed of it."""
     worth = sorted(
         (each for each in result.answers if abs(each.gain_mid_ns) >= LEAST_SHARE * result.step_ns),
         key=lambda each: -each.gain_mid_ns,
     )
-    if not worth or result.basis == "phases":
+    if result.basis == "phases" or not (worth or result.doubt):
         return None
     worst = max(result.steps, key=lambda step: abs(step.error))
     words = (
@@ -32,12 +34,20 @@ def section(result: WhatIfs, analysis: Analysis, most_rows: int) -> Section | No
         + "; ".join(result.notes)
         + ("." if result.notes else "")
     )
+    title = "What would a change make of this step?"
+    if not worth:
+        return Section("what-if", title, (Paragraph(words),))
     columns = (Column("change"), *right("step", "between", "gain", "of the step"))
-    return Section(
-        "what-if",
-        "What would a change make of this step?",
-        (Paragraph(words), Table(columns, tuple(_row(each, result) for each in worth[:most_rows]))),
-    )
+    table = Table(columns, tuple(_row(each, result) for each in worth[:most_rows]))
+    assumed = _assumed(worth[:most_rows])
+    return Section("what-if", title, (Paragraph(words), table, *([Paragraph(assumed)] if assumed else [])))
+
+
+def _assumed(shown: Sequence[Answer]) -> str:
+    """What is assumed of single changes, each thing once."""
+    notes = dict.fromkeys(note for each in shown for note in each.notes)
+    changes = {note: ", ".join(each.change for each in shown if note in each.notes) for note in notes}
+    return " ".join(f"{changes[note]}: {note}." for note in notes)
 
 
 def _row(each: Answer, result: WhatIfs) -> tuple[str, ...]:

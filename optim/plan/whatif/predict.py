@@ -101,6 +101,11 @@ class Recorded:
         return np.array([step.measured_s for step in self.graph.steps])
 
     @property
+    def replay_error(self) -> float:
+        """The median of how far replays are off, either way: what is too long in one and too short in another is no agreement."""
+        return median(map(abs, self.replay_errors.values())) if self.replay_errors else 0.0
+
+    @property
     def usual_error(self) -> float:
         """How far the graph's length, before anything is changed, is from the median of :attr:`measured`; relative."""
         return median(self.base_s.values()) / float(np.median(self.measured)) - 1
@@ -123,7 +128,7 @@ class Recorded:
         usual = float(np.median(measured))
         predicted = usual * median(ratios.tolist())
         return WhatIf(
-            dict(changes), graph.basis, _typical(self.replay_errors), self.replay_errors,
+            dict(changes), graph.basis, self.replay_error, self.replay_errors,
             _interval(usual, before), _interval(predicted, after), _interval(usual - predicted, before - after),
             graph.notes, error,
         )  # fmt: skip
@@ -291,8 +296,3 @@ def _bootstrap(measured: Array, ratios: Array, deviation: float, error: float) -
 def _interval(mid: float, draws: Any) -> Interval:
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(min(float(low), mid), mid, max(float(high), mid))
-
-
-def _typical(errors: Mapping[int, float]) -> float:
-    """The median of how far steps are off: what is too long in one and too short in another is no agreement."""
-    return median(map(abs, errors.values())) if errors else 0.0
