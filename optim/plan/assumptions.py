@@ -5,7 +5,9 @@ from __future__ import annotations
 from trine.optim.plan.bridges import bridge_words
 from trine.optim.plan.candidates import Candidate
 from trine.optim.plan.cluster import Link
+from trine.optim.plan.columns import Conditions
 from trine.optim.plan.constants import device_constants, network_constants
+from trine.optim.plan.layouts import OFFLOADED
 from trine.optim.plan.network import LinkConstants, Network
 from trine.optim.plan.problem import Problem
 
@@ -21,6 +23,7 @@ def assumptions_of(problem: Problem, best: Candidate) -> tuple[str, ...]:
     return (
         *(f"{what}: {source}" for what, source in _constants(problem)),
         *_latencies(problem),
+        *_drives(problem, best),
         *(() if bridge is None else (bridge,)),
         *_of_software(problem, best),
         *_unsaid(problem),
@@ -73,6 +76,18 @@ def _latencies(problem: Problem) -> list[str]:
             taken = f"take {constants.hop_s * 1e6:g} µs a step"
         found.append(f"collectives {where} over {link.kind} {taken}: {source}")
     return found
+
+
+def _drives(problem: Problem, best: Candidate) -> list[str]:
+    """That nobody said what drives give, where something lies on them."""
+    on_drives = [column for column in OFFLOADED if best.layout[column] == "nvme"]
+    if not on_drives or problem.cluster.nvme is not None:
+        return []
+    taken = float(Conditions.of(problem.cluster, problem.stack).nvme_per_s[0])
+    return [
+        f"{on_drives[0]}=nvme: nobody said whether {problem.cluster.name} has drives, nor what they give: {taken / 1e9:g} GB/s a "
+        "device are taken, and room for all; nvme in the cluster's file"
+    ]
 
 
 def _of_software(problem: Problem, best: Candidate) -> list[str]:

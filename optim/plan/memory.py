@@ -66,8 +66,8 @@ class MemoryEstimate:
     """Of every layout, its rank that needs most. ``parts``: bytes by :data:`CATEGORIES`, which sum to ``peak_bytes``.
 
     ``stage``: that rank's place in the pipeline, from 0. ``host_bytes``, ``disk_bytes`` and ``remote_bytes``:
-    of a *node*, what offload puts there. ``fits``: the peak is within what the device gives and the host's
-    part within the host's memory, where that is known.
+    of a *node*, what offload puts there. ``hosts_hold``: what lies in hosts, their own and what comes from other
+    nodes, is within their memory, where that is known. ``fits``: so, and the peak is within what the device gives.
     """
 
     parts: Mapping[str, Column]
@@ -77,6 +77,7 @@ class MemoryEstimate:
     disk_bytes: Column
     remote_bytes: Column
     capacity_bytes: float
+    hosts_hold: npt.NDArray[np.bool_]
     fits: npt.NDArray[np.bool_]
 
     @property
@@ -131,7 +132,9 @@ def memory_of(
     }
     parts["framework"] = _framework(cluster, traits, layouts)
     away = {tier: _chosen(list(value), place) for tier, value in state.away.items()}
-    away["cpu"] = away["cpu"] + _chosen(list(moved), place)
+    for tier in away:
+        goes = layouts.is_kind("activation_offload", tier)
+        away[tier] = away[tier] + np.where(goes, _chosen(list(moved), place), 0.0)
     return _estimate(cluster, layouts, parts, _chosen(list(places.rank), place), away)
 
 
@@ -177,9 +180,8 @@ def _estimate(
     ranks = np.minimum(cluster.devices_per_node, layouts.devices)
     host, disk, remote = (ranks * away[tier] for tier in ("cpu", "nvme", "remote"))
     capacity = cluster.device.memory_bytes * USABLE
-    fits = peak <= capacity
-    if cluster.host_memory_bytes:
-        fits = fits & (host <= cluster.host_memory_bytes)
+    # All nodes do alike: what each puts into others' memory, others put into its.
+    hosts_hold = host + remote <= (cluster.host_memory_bytes or np.inf)
     return MemoryEstimate(
         parts={name: parts[name] for name in CATEGORIES},
         peak_bytes=peak,
@@ -188,7 +190,8 @@ def _estimate(
         disk_bytes=disk,
         remote_bytes=remote,
         capacity_bytes=capacity,
-        fits=fits,
+        hosts_hold=hosts_hold,
+        fits=hosts_hold & (peak <= capacity),
     )
 
 
@@ -200,7 +203,7 @@ def _activations(
     places: Places,
     frozen: bool,
 ) -> tuple[Column, Column, Column]:
-    """Kept by each place over the schedule; alive at the peak of a layer's backward beyond it; and moved to the host."""
+    """Kept by each place over the schedule; alive at the peak of a layer's backward beyond it; and moved away."""
     # All that a micro-batch keeps is counted until its weights' gradient: the orders that tell the two apart
     # are made to fill a limit of so many whole micro-batches (Qi et al. 2023, section 3).
     held = np.stack(

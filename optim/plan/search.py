@@ -108,7 +108,7 @@ class Searcher:
         return self._in_pieces(layouts, lambda piece: self._predict(piece).step_s)
 
     def peak_bytes(self, layouts: Layouts) -> Column:
-        """Of every layout; infinite where the host's memory does not hold what is moved there."""
+        """Of every layout; infinite where hosts do not hold what is moved there."""
         return self._in_pieces(layouts, lambda piece: self._peak(self._memory(piece)))
 
     def _device_bytes(self, layouts: Layouts) -> Column:
@@ -122,8 +122,7 @@ class Searcher:
         return memory_of(self.problem.workload, self.problem.cluster, self.problem.stack, layouts)
 
     def _peak(self, found: MemoryEstimate) -> Column:
-        host = self.problem.cluster.host_memory_bytes
-        return np.where((host > 0) & (found.host_bytes > host), np.inf, found.peak_bytes)
+        return np.where(found.hosts_hold, found.peak_bytes, np.inf)
 
     def _in_pieces(self, layouts: Layouts, function: Callable[[Layouts], Column]) -> Column:
         begin = time.process_time()

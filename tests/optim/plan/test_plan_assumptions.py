@@ -26,6 +26,18 @@ def test_constants_from_other_families_and_even_experts_are_told(device: str, ca
     ]
 
 
+def test_drives_that_nobody_described_are_told() -> None:
+    pins = ["optimizer_offload=nvme", "recompute=none"]
+    here = cluster_of("dgx-h100", devices=8)
+    for known, count in ((None, 1), (Bandwidth.parse("6 GB/s"), 0)):
+        node = here.with_changes(nvme=known)
+        found = plan(DENSE, node, global_batch=16, stack="deepspeed", top=1, pins=pins).assumptions
+        told = [text for text in found if "nobody said whether" in text]
+        assert len(told) == count and all("3 GB/s a device are taken" in text for text in told)
+    plain = plan(DENSE, here, global_batch=16, stack="deepspeed", top=1, pins=pins[1:]).assumptions
+    assert not any("drives" in text for text in plain)
+
+
 def latencies(cluster: Cluster) -> list[str]:
     found = plan(DENSE, cluster, global_batch=16, stack="megatron-core", top=1, pins=["recompute=none"])
     return [text for text in found.assumptions if text.startswith("collectives ")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import time
 from dataclasses import replace
@@ -190,6 +191,24 @@ def test_moved_activations_leave_two_layers_and_what_does_not_fit_the_host_does_
     )
     assert there.fits[0]
     assert not memory_of(gpt(), cluster(host_gib=1), MEGATRON, layouts).fits[0]
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme", "remote"])
+def test_moved_activations_lie_in_their_tier(tier: str) -> None:
+    found = memory_of(gpt(), cluster(), MEGATRON, Layouts.of(tensor=8, activation_offload=tier))
+    where = {"cpu": "host_bytes", "nvme": "disk_bytes", "remote": "remote_bytes"}
+    filled = {name for name, column in where.items() if getattr(found, column)[0] > 0}
+    assert filled == {tier}
+
+
+def test_what_lies_in_another_nodes_memory_fills_hosts_too() -> None:
+    layouts = Layouts.of(data=2, tensor=8, zero_stage=3, optimizer_offload="remote", recompute="full")
+    found = memory_of(gpt(), cluster(host_gib=2**20), DEEPSPEED, layouts)
+    held = float(found.host_bytes[0] + found.remote_bytes[0]) / 2**30
+    assert found.remote_bytes[0] > 0 and found.hosts_hold[0] and found.fits[0]
+    assert memory_of(gpt(), cluster(host_gib=math.ceil(held)), DEEPSPEED, layouts).fits[0]
+    short = memory_of(gpt(), cluster(host_gib=math.floor(held)), DEEPSPEED, layouts)
+    assert short.host_bytes[0] < math.floor(held) * 2**30 and not short.hosts_hold[0] and not short.fits[0]
 
 
 # --- all layouts --------------------------------------------------------------------------------------------------------

@@ -34,6 +34,10 @@ CASES = {
     "offloaded": problem(4.0, "optimizer_offload=cpu,nvme", "zero_stage=1,3", stack="deepspeed"),
     "kept on devices": problem(6.5, "optimizer_offload=none", "parameter_offload=none", stack="deepspeed"),
     "hosts that hold little": problem(5.0, stack="deepspeed", host_memory_bytes=2**31),
+    "hosts that hold what comes from other nodes": replace(
+        problem(5.0, "pipeline=1", "recompute=full", stack="deepspeed", host_memory_bytes=2**34),
+        searched=("remote",),
+    ),
     "one node": problem(4.7, nodes=1),
     "three nodes": problem(3.6, nodes=3, batch=24),
 }
@@ -63,10 +67,8 @@ def weighed(asked: Problem) -> tuple[Found, np.ndarray]:
     every, _ = savings(asked, shapes(asked), ("recompute", *OFFLOADED))
     times = predict(asked.workload, asked.cluster, asked.stack, every)
     memory = memory_of(asked.workload, asked.cluster, asked.stack, every)
-    host = asked.cluster.host_memory_bytes
-    fits = memory.peak_bytes <= asked.capacity_bytes
-    if host:
-        fits &= memory.host_bytes <= host
+    hosts = memory.host_bytes + memory.remote_bytes <= (asked.cluster.host_memory_bytes or np.inf)
+    fits = hosts & (memory.peak_bytes <= asked.capacity_bytes)
     return Found(every, times.step_s, memory.peak_bytes), fits
 
 
