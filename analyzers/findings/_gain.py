@@ -3,8 +3,8 @@
 Where a rule names the change of configuration and the record holds operators or kernels, the step is replayed with it
 (:mod:`trine.analyzers.studies.what_if`), and the interval is a bootstrap over the measured steps. Elsewhere a change
 that speeds a part of the step up by a factor ``k`` gains ``part × (1 − 1/k)`` and leaves the rest as it is (Amdahl,
-AFIPS 1967). The interval comes from three factors, each with its source in the formula; it is a statement about this
-run, not about hardware in general.
+AFIPS 1967). The interval comes from three factors. Where they are from stands in ``docs/findings.md``; none is measured on
+this run, so the formula calls it an estimate and gives its range.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._facts import Facts
 __all__ = ["OPPORTUNITY_SHARE", "faster", "memory_only", "predict", "worth_it"]
 
 #: The formula of a gain that was replayed.
-REPLAYED = "usual step − usual step × replay with the change ÷ replay (docs/whatif.md); 95 % of bootstrap draws of steps"
+REPLAYED = "usual step − usual step × replay with the change ÷ replay (docs/whatif.md); 95 % of draws of steps and calibrations"
 #: An opportunity shows only from this predicted share of the step on (design: "A healthy run gets no fault").
 OPPORTUNITY_SHARE = 0.05
 
@@ -39,12 +39,13 @@ def predict(
     inputs: Mapping[str, float | int | str],
     peak_bytes_change: int | None = None,
     change: Mapping[str, Any] | None = None,
+    most_ns: float | None = None,
 ) -> Prediction | None:
     """Gain per step when the fractions ``saved`` (low, mid, high) of ``stake_ns`` go away.
 
     Negative fractions are a cost. ``change`` is what is recommended: where the step can be replayed with it, the gain is
-    the replay's, and Amdahl's stands among the inputs. None when the step time is unknown: a gain without a step has no
-    use.
+    the replay's, no more than ``most_ns``, and Amdahl's stands among the inputs. None when the step time is unknown: a gain
+    without a step has no use.
     """
     if facts.step_ns is None or facts.step_ns <= 0:
         return None
@@ -58,13 +59,21 @@ def predict(
             **inputs,
         }
         gain, error = found
+        if most_ns is not None:
+            gain = Gain(*(min(each, round(most_ns)) for each in (gain.low, gain.mid, gain.high)))
         after = Gain(step - gain.high, step - gain.mid, step - gain.low)
         words["replay_error"] = round(error, 4)
         return Prediction(gain, after, peak_bytes_change, REPLAYED, words)
     low, mid, high = sorted(min(round(stake_ns * fraction), step) for fraction in saved)
     words = {f"{facts.unit}_time_ns": step, "at_stake_ns": round(stake_ns), **inputs}
     after = Gain(step - high, step - mid, step - low)
-    return Prediction(Gain(low, mid, high), after, peak_bytes_change, formula, words)
+    return Prediction(Gain(low, mid, high), after, peak_bytes_change, formula + _range(saved), words)
+
+
+def _range(saved: tuple[float, float, float]) -> str:
+    """Factors that no replay of this run stands behind, in words."""
+    low, mid, high = (f"{100 * fraction:.3g}" for fraction in sorted(saved))
+    return f" (an estimate: {mid} % of what is at stake, from {low} to {high} %)"
 
 
 def _replayed(facts: Facts, change: Mapping[str, Any]) -> tuple[Gain, float] | None:

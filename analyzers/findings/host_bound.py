@@ -215,6 +215,7 @@ def _of_queue(facts: Facts, idle: _Idle) -> dict[str, Any]:
 def _recommendation(facts: Facts, idle: _Idle, stall_ns: int, share: float, blocks: bool) -> Recommendation:
     # Fewer launches: compilation joins elementwise chains, so between a fifth and most of the gaps go.
     # The low end also allows for what a profiler itself adds to the host.
+    compiles = not blocks and not facts.compiled
     prediction = predict(
         facts,
         _at_most(facts, idle, stall_ns),
@@ -222,6 +223,7 @@ def _recommendation(facts: Facts, idle: _Idle, stall_ns: int, share: float, bloc
         "host-caused idle time (no more than the replay gains without the host) × share that fewer launches and "
         "synchronisations remove",
         {"idle_share": round(share, 4)},
+        change={"compute.compile": "blocks"} if compiles else None,
     )
     if blocks:
         return Recommendation(

@@ -96,6 +96,7 @@ def _recommendation(facts: Facts, spent_ns: int, share: float) -> Recommendation
                 tuple(f * (1 - 1 / facts.world) for f in (0.3, 0.7, 0.95)),  # type: ignore[arg-type]
                 "optimizer × (1 − 1 ÷ ranks), less the parameters' all-gather",
                 inputs,
+                change={"zero.stage": 1},
             ),
         )
     return Recommendation(

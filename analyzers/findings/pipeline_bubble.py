@@ -83,6 +83,7 @@ def _filling(facts: Facts, result: Pipeline) -> Finding | None:
         (saved * KEPT[0], saved * KEPT[1], saved * KEPT[2]),
         "compute × (p − 1) ÷ (chunks × micro-batches) × (1 − 1 ÷ times as many), at the same batch",
         {"stages": p, "microbatches": m, "chunks": v, "compute_ns": compute, "times": TIMES},
+        change={"parallel.microbatches": TIMES * m},
     )
     share = _share(facts, prediction)
     if share is None:

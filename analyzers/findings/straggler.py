@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trine.analyzers.results import Finding, LateActivity, Recommendation
+from trine.analyzers.results import Finding, LateActivity, Prediction, Recommendation
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies.critical_path import CriticalPath
 from trine.analyzers.units import duration, percent, rank_list
@@ -158,14 +158,7 @@ def find(facts: Facts) -> Finding | None:
     example = f" ({first.example})" if first is not None and first.example else ""
     replayed_ns = _replayed(facts, ranks)
     stake_ns = cost_ns if replayed_ns is None else min(cost_ns, replayed_ns)
-    prediction = predict(
-        facts,
-        stake_ns,
-        SAVED_BY_CHANGE if change else SAVED_BY_HAND,
-        "lateness behind the second last, as far as the others' waiting is exposed, and no more than the job replayed "
-        "without waiting for them gains, × share that goes away",
-        {"lateness_share": round(cost_ns / facts.step_ns, 4)},
-    )
+    prediction = _predict(facts, stake_ns, cost_ns, SAVED_BY_CHANGE if change else SAVED_BY_HAND)
     title = _title(facts, ranks, cost_ns, stake_ns)
     if stake_ns < NEXT_IN_LINE * cost_ns:
         why += (
@@ -185,6 +178,28 @@ def find(facts: Facts) -> Finding | None:
         recommendation=Recommendation(dict(change), why, "unchanged", prediction),
         severity=stake_ns / facts.step_ns,
     )
+
+
+def _predict(
+    facts: Facts, stake_ns: int, cost_ns: int, saved: tuple[float, float, float]
+) -> Prediction | None:
+    """With every rank as fast as the median one, where the replayed steps show that some are slower; else by ``saved``."""
+
+    def predicted(change: dict[str, Any] | None) -> Prediction | None:
+        return predict(
+            facts,
+            stake_ns,
+            saved,
+            "lateness behind the second last, as far as the others' waiting is exposed, and no more than the job replayed "
+            "without waiting for them gains, × share that goes away",
+            {"lateness_share": round(cost_ns / (facts.step_ns or cost_ns), 4)},
+            change=change,
+            most_ns=stake_ns,
+        )
+
+    found = predicted({"straggler": False})
+    shown = found is not None and found.gain_ns is not None and found.gain_ns.mid > 0
+    return found if shown else predicted(None)
 
 
 def _of_several(why: str) -> str:

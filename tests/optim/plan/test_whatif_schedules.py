@@ -101,6 +101,16 @@ def test_schedules_have_the_names_that_the_configuration_takes(names: tuple[str,
     assert {found.what_if({"parallel.schedule": name}).gain.mid for name in names} == gains
 
 
+def test_every_schedule_of_the_configuration_can_be_asked() -> None:
+    from trine.optim.runtime.pipelining.schedules import SCHEDULES
+
+    found = run(2, 8, **stating("1f1b"))
+    for name in SCHEDULES:
+        if name == "1f1b":
+            continue
+        assert found.what_if({"parallel.schedule": name}).step.mid > 0
+
+
 def test_what_the_run_has_already_is_no_gain() -> None:
     said = re.escape(
         "the recorded run is zb-v with 2 stages a rank and 8 micro-batches already: ask for another"

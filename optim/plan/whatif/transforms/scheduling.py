@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trine.optim.plan.schedules import Shape, Work, order_of, schedules
+from trine.optim.plan.schedules import Shape, Work, order_of, schedule_named, schedules
 from trine.optim.plan.simulator import simulate
 from trine.optim.plan.whatif.graph import LINK, Graph, Pipeline, Step
 from trine.optim.plan.whatif.replay import replay
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._facts import fact
-from trine.optim.runtime.pipelining.schedules import schedule_of
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -25,15 +24,16 @@ __all__ = ["KEYS", "ORDER", "apply"]
 KEYS = ("parallel.schedule", "parallel.chunks", "parallel.microbatches")
 ORDER = 15
 
-#: PyTorch's schedules → the simulator's.
+#: What the configuration takes, PyTorch's names and short ones, in lower case → the simulator's.
 _SIMULATED = {
-    "GPipe": "gpipe",
-    "1F1B": "1f1b",
-    "Interleaved1F1B": "interleaved",
-    "LoopedBFS": "looped-bfs",
-    "InterleavedZeroBubble": "interleaved-zb",
-    "ZBVZeroBubble": "zb-v",
-    "DualPipeV": "dualpipe-v",
+    "interleaved1f1b": "interleaved",
+    "loopedbfs": "looped-bfs",
+    "looped_bfs": "looped-bfs",
+    "interleavedzerobubble": "interleaved-zb",
+    "interleaved_zero_bubble": "interleaved-zb",
+    "zbvzerobubble": "zb-v",
+    "zbv": "zb-v",
+    "dualpipev": "dualpipe-v",
 }
 #: Stages a rank of schedules that run several, where nothing is said.
 _SEVERAL = 2
@@ -77,7 +77,8 @@ def apply(graph: Graph, change: Change) -> Graph:
 
 def _simulated(name: str) -> str:
     """The simulator's name of a schedule, by that or by one that the configuration takes."""
-    return name if name in schedules() else _SIMULATED[schedule_of(name, None).name]
+    name = name.lower()
+    return schedule_named(_SIMULATED.get(name, name)).name
 
 
 def _chunks(schedule: str, before: int) -> int:
