@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -119,7 +119,7 @@ def a_step(rank: int, buckets: int = 1, slow: float = 1.0) -> RankStep:
     size = sum(task.gradient_bytes for task in tasks) // buckets
     sent = [
         Task(ALPHA + size / BETA, "backward", LINK, TRANSFER, "all_reduce", (tasks[-1].number,), issued="all_reduce",
-             key=f"all_reduce {number}", bytes=size)
+             key=f"all_reduce {number}", of_gradients=True, bytes=size)
         for number in range(buckets)
     ]  # fmt: skip
     tasks += sent
@@ -133,6 +133,18 @@ def run(times: OperationTimes | None = None, ranks: int = 2, slow: float = 1.0, 
     step = Step(5, tuple(a_step(rank, slow=slow if rank else 1.0) for rank in range(ranks)))
     graph = Graph((step,), "operators", ranks, facts, recorded=(step,))
     return replayed(graph, Steady(np.empty(0), {}), times or calibration())
+
+
+def with_tasks(found: Recorded, change: Callable[[Task], Task]) -> Recorded:
+    """The same run with every task as ``change`` makes it, recorded so."""
+
+    def changed(step: Step) -> Step:
+        parts = tuple(replace(each, tasks=tuple(map(change, each.tasks))) for each in step.ranks)
+        seconds = replay(replace(step, ranks=parts)).seconds
+        return replace(step, ranks=tuple(replace(each, measured_s=seconds) for each in parts))
+
+    steps = tuple(changed(step) for step in found.graph.steps)
+    return replayed(replace(found.graph, steps=steps, recorded=steps), found.steady, found.times)
 
 
 #: From one launch to the next, s.

@@ -9,20 +9,23 @@ from typing import Any
 
 import numpy as np
 
+from trine.optim.plan.whatif._names import Name, Names
 from trine.optim.plan.whatif.graph import LINK, RankStep, Task, fresh
 from trine.optim.plan.whatif.operators import DTYPE_BYTES, TRANSFER, WAIT, Operator, operator_of
 from trine.record.model import HOST_KINDS, MISSING, Rank, Table
 
-__all__ = ["ACCUMULATE", "Phases", "Span", "gradient_bytes", "key_of", "spans_of", "steps_of_operators"]
+__all__ = ["ACCUMULATE", "Phases", "Span", "gradient_bytes", "spans_of", "steps_of_operators"]
 
 _OPERATOR, _LOADER = HOST_KINDS.index("operator"), HOST_KINDS.index("loader")
 #: A gap between operators of at least this long, in which a collective ends, is waiting.
 LEAST_WAIT_NS = 20_000
 #: The function that stores a parameter's gradient.
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-_MESSAGES = ("send", "recv")
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$")
 _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
+_PRODUCT = re.compile(r"aten::(\w*mm|\w*convolution\w*|_(scaled_dot_product|flash|efficient)\w*)$")
+#: What an event says of phases, by its name.
+_BACKWARD_MARK, _OPTIMIZER_MARK, _PRODUCT_MARK = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def steps_of_operators(rank: Rank) -> list[tuple[int, RankStep]]:
         phases = Phases(host, start, end)
         spans = spans_of(host, start, end, phases)
         if spans:
-            calls = _calls(rank.collectives, rank.rank, start, end)
+            calls = _calls(rank, start, end)
             tasks = _with_collectives(spans, calls, phases, start, end)
             found.append((index, RankStep(rank.rank, tuple(tasks), (end - start) / 1e9)))
     return found
@@ -99,20 +102,20 @@ def gradient_bytes(shapes: str | None, types: str | None) -> int:
 
 
 class Phases:
-    """Phases of a step's instants, by what a trace marks: the loader, backward functions, the optimizer's step."""
+    """Phases of a step's instants, by what a trace marks: the loader, backward functions, the optimizer's step.
+
+    A step of several micro-batches has a forward before each backward: from its first product on.
+    """
 
     def __init__(self, host: Table, start: int, end: int) -> None:
         names = [text or "" for text in host.strings.values]
-        kinds = np.array(
-            [2 if _OPTIMIZER.match(name) else 1 if _BACKWARD.match(name) else 0 for name in names],
-            dtype=np.int8,
-        )
+        kinds = np.array([_mark_of(name) for name in names], dtype=np.int8)
         rows = np.flatnonzero((host["start_ns"] >= start) & (host["end_ns"] <= end) & (host["name"] >= 0))
         kind = kinds[host["name"][rows]] if len(names) else np.zeros(len(rows), np.int8)
         begins, ends = host["start_ns"][rows], host["end_ns"][rows]
-        self._backward = int(begins[kind == 1].min()) if (kind == 1).any() else end
-        self._backward_end = int(ends[kind == 1].max()) if (kind == 1).any() else end
-        self._optimizer = _spans(begins[kind == 2], ends[kind == 2])
+        functions = _spans(begins[kind == _BACKWARD_MARK], ends[kind == _BACKWARD_MARK])
+        self._backward = _passes(functions, begins[kind == _PRODUCT_MARK])
+        self._optimizer = _spans(begins[kind == _OPTIMIZER_MARK], ends[kind == _OPTIMIZER_MARK])
         loads = host["kind"][rows] == _LOADER
         self._loader = _spans(begins[loads], ends[loads])
 
@@ -122,9 +125,9 @@ class Phases:
             return "data"
         if any(first <= time <= last for first, last in self._optimizer):
             return "optimizer"
-        if time < self._backward:
-            return "forward"
-        return "backward" if time <= self._backward_end else "other"
+        if not self._backward or time < self._backward[-1][0]:
+            return "backward" if any(first <= time < last for first, last in self._backward) else "forward"
+        return "backward" if time <= self._backward[-1][1] else "other"
 
     def stretch(self, begin: int, end: int, phase: str | None = None) -> Iterator[Task]:
         """Host time between two instants as tasks, at least one: what the loader takes of it, and the rest, which is of
@@ -138,6 +141,29 @@ class Phases:
             yield Task((min(last, end) - max(first, at)) / 1e9, "data")
             at = min(last, end)
         yield Task((end - at) / 1e9, phase)
+
+
+def _mark_of(name: str) -> int:
+    """What an event of this name marks, 0 for nothing."""
+    if _OPTIMIZER.match(name):
+        return _OPTIMIZER_MARK
+    if _BACKWARD.match(name):
+        return _BACKWARD_MARK
+    return _PRODUCT_MARK if _PRODUCT.match(name) else 0
+
+
+def _passes(functions: Sequence[tuple[int, int]], products: Any) -> list[tuple[int, int]]:
+    """Backward passes, of backward functions in their order: one ends where a product follows that is in none of them."""
+    found: list[tuple[int, int]] = []
+    products = np.sort(products)
+    for first, last in functions:
+        since = found[-1][1] if found else 0
+        between = np.searchsorted(products, first) > np.searchsorted(products, since)
+        if found and not between:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((first, last))
+    return found
 
 
 def _spans(begins: Any, ends: Any) -> list[tuple[int, int]]:
@@ -164,8 +190,7 @@ class _Call:
     operation: str
     bytes: int
     number: int
-    key: str
-    channel: str
+    name: Name
 
 
 def _with_collectives(
@@ -203,7 +228,8 @@ class _Gaps:
             at = issue
             yield Task(
                 call.own / 1e9, phase, LINK, TRANSFER, call.operation, (before[-1].number,), call.number,
-                issued=call.operation, key=call.key, channel=call.channel, bytes=call.bytes,
+                issued=call.operation, key=call.name.key, group=call.name.group, channel=call.name.channel,
+                bytes=call.bytes,
             )  # fmt: skip
         yield from self._until(at, end, phase, self._ended(begin, at, end))
 
@@ -217,7 +243,7 @@ class _Gaps:
 
     def _received(self, at: int, end: int) -> list[_Call]:
         """Messages that ended between two instants: what is issued next may wait for them."""
-        return [call for call in self._calls[: self._issued] if call.channel and at < call.end <= end]
+        return [call for call in self._calls[: self._issued] if call.name.channel and at < call.end <= end]
 
     def _ended(self, begin: int, at: int, end: int) -> list[_Call]:
         """Calls that ended in a gap and may have been waited for: no bucket while gradients are still to come, when a gap
@@ -227,35 +253,25 @@ class _Gaps:
         return [call for call in issued if at < call.end <= end and (waits or call.operation != "all_reduce")]
 
 
-def key_of(operation: str, rank: int, peer: int, counts: dict[str, int]) -> tuple[str, str]:
-    """(key, channel) of the next call of a rank. Messages from one rank to another arrive in the order of their issue, so
-    that both ranks name them alike; ``counts`` are the calls so far."""
-    channel = ""
-    if operation in _MESSAGES and peer != MISSING and peer >= 0:
-        channel = f"{rank}>{peer}" if operation == "send" else f"{peer}>{rank}"
-    name = channel or operation
-    counts[name] = counts.get(name, 0) + 1
-    return f"{name} {counts[name]}", channel
-
-
-def _calls(table: Table | None, rank: int, start: int, end: int) -> list[_Call]:
+def _calls(rank: Rank, start: int, end: int) -> list[_Call]:
+    table = rank.collectives
     if table is None:
         return []
     rows = np.flatnonzero(
         (table["start_ns"] >= start) & (table["end_ns"] <= end) & (table["end_ns"] != MISSING)
     )
     rows = rows[np.argsort(table["issued_ns"][rows], kind="stable")]
-    names = table.text("operation")[rows]
-    counts: dict[str, int] = {}
+    operations, groups = (table.text(name)[rows].tolist() for name in ("operation", "group"))
+    names = Names(rank)
     found: list[_Call] = []
     busy: dict[str, int] = {}
-    for row, name in zip(rows.tolist(), names.tolist(), strict=True):
-        key, channel = key_of(str(name), rank, int(table["peer"][row]), counts)
+    for row, operation, group in zip(rows.tolist(), operations, groups, strict=True):
+        size = max(int(table["bytes"][row]), 0)
+        name = names.next(str(operation), group, int(table["peer"][row]), size)
         issued, begin, stop = (int(table[column][row]) for column in ("issued_ns", "start_ns", "end_ns"))
         issued = begin if issued == MISSING else min(issued, begin)
         # Several threads carry calls, and share one link.
-        own = max(stop - max(begin, busy.get(channel, start)), 0)
-        busy[channel] = max(busy.get(channel, start), stop)
-        size = max(int(table["bytes"][row]), 0)
-        found.append(_Call(issued, own, stop, str(name), size, fresh(), key, channel))
+        own = max(stop - max(begin, busy.get(name.channel, start)), 0)
+        busy[name.channel] = max(busy.get(name.channel, start), stop)
+        found.append(_Call(issued, own, stop, str(operation), size, fresh(), name))
     return found

@@ -7,15 +7,16 @@ and was launched before that, waited for it.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trine.optim.plan.whatif._host_tasks import ACCUMULATE, Phases, gradient_bytes
+from trine.optim.plan.whatif._names import MESSAGES, Names
 from trine.optim.plan.whatif.graph import LINK, RankStep, Task
 from trine.optim.plan.whatif.operators import TRANSFER, WAIT, Operator, operator_of
 from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Rank, Table
@@ -73,9 +74,7 @@ def _tasks(rank: Rank, host: Table, device: Table, rows: Array, start: int, end:
     launched = np.minimum(host["start_ns"][device["launch"][rows]], device["start_ns"][rows])
     order = np.lexsort((device["start_ns"][rows], launched))
     rows, launched = rows[order], launched[order]
-    building = _Building(
-        host, device, start, end, _delay(device, rows, launched), _bytes_by_row(rank.collectives)
-    )
+    building = _Building(host, device, start, end, _delay(device, rows, launched), _Calls(rank))
     stops = _blocking(host, start, end)
     place = 0
     stored = deque(_stored(host, start, end))
@@ -104,16 +103,15 @@ class _Building:
         start: int,
         end: int,
         delay_s: float,
-        sizes: dict[int, tuple[int, str]],
+        calls: _Calls,
     ) -> None:
         self.host, self.device, self.at = host, device, start
         self.tasks: list[Task] = []
         self._phases = Phases(host, start, end)
-        self._delay_s, self._sizes = delay_s, sizes
+        self._delay_s, self._calls = delay_s, calls
         self._last_compute: int | None = None
         self._last_place: int | None = None  # of the same, in ``tasks``
         self._ends: list[tuple[int, int]] = []  # transfers, and when each ended
-        self._counts: dict[str, int] = {}
         self._newest: dict[int, int] = {}  # stream → its newest task
         self._idle: set[int] = set()  # streams that the host has waited for since
         self._until = 0  # when the last of them ended
@@ -150,30 +148,13 @@ class _Building:
                 after.append(number)
         name = self.device.strings.text(int(self.device["name"][row])) or ""
         if self.device["kind"][row] == _COMMUNICATION:
-            self._transfer(row, name, glue.phase, (end - begin) / 1e9, after)
-            self._ends.append((self.tasks[-1].number, end))
+            if self._last_compute is not None:
+                after.append(self._last_compute)
+            for task in self._calls.transfers(row, name, glue.phase, (end - begin) / 1e9, after):
+                self.tasks.append(task)
+                self._ends.append((task.number, end))
         else:
             self._kernel(row, name, glue, (end - begin) / 1e9, after)
-
-    def _transfer(self, row: int, name: str, phase: str, seconds: float, after: list[int]) -> None:
-        if self._last_compute is not None:
-            after.append(self._last_compute)
-        size, operation = self._sizes.get(row, (0, name))
-        self._counts[operation] = self._counts.get(operation, 0) + 1
-        key = f"{operation} {self._counts[operation]}"
-        self.tasks.append(
-            Task(
-                seconds,
-                phase,
-                LINK,
-                TRANSFER,
-                operation,
-                tuple(after),
-                issued=operation,
-                key=key,
-                bytes=size,
-            )
-        )
 
     def _kernel(self, row: int, name: str, glue: Task, seconds: float, after: list[int]) -> None:
         stream, launch = int(self.device["stream"][row]), int(self.device["launch"][row])
@@ -220,15 +201,50 @@ def _blocking(host: Table, start: int, end: int) -> Sequence[tuple[int, int]]:
     return list(zip(host["start_ns"][rows].tolist(), host["end_ns"][rows].tolist(), strict=True))
 
 
-def _bytes_by_row(table: Table | None) -> dict[int, tuple[int, str]]:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A collective or message that a kernel carries out."""
+
+    operation: str
+    group: str | None
+    peer: int
+    bytes: int
+
+
+class _Calls:
+    """A rank's collectives by their kernels, as a step's transfers; of a kernel that is in no table its name is all."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._by_row = _calls_by_row(rank.collectives)
+        self._names = Names(rank)
+
+    def transfers(
+        self, row: int, kernel: str, phase: str, seconds: float, after: Sequence[int]
+    ) -> Sequence[Task]:
+        """Those of one kernel, which may carry several messages at once."""
+        found = []
+        for call in self._by_row.get(row, (_Call(kernel, None, MISSING, 0),)):
+            name = self._names.next(call.operation, call.group, call.peer, call.bytes)
+            task = Task(
+                seconds, phase, LINK, TRANSFER, call.operation, tuple(after), issued=call.operation,
+                key=name.key, group=name.group, channel=name.channel, bytes=call.bytes,
+            )  # fmt: skip
+            found.append(task)
+        return found
+
+
+def _calls_by_row(table: Table | None) -> Mapping[int, Sequence[_Call]]:
+    found: dict[int, list[_Call]] = defaultdict(list)
     if table is None:
-        return {}
-    names = table.text("operation").tolist()
-    return {
-        row: (max(size, 0), str(name))
-        for row, size, name in zip(table["device_row"].tolist(), table["bytes"].tolist(), names, strict=True)
-        if row >= 0
-    }
+        return found
+    columns = (table.text("operation"), table.text("group"), table["peer"], table["bytes"])
+    for row, operation, group, peer, size in zip(
+        table["device_row"].tolist(), *(column.tolist() for column in columns), strict=True
+    ):
+        if row >= 0:
+            call = _Call(str(operation), group, peer, max(size, 0))
+            found[row] = [*found[row], call] if operation in MESSAGES else [call]
+    return found
 
 
 def _operator(host: Table, launch: int) -> Operator:

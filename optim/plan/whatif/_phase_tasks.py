@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from trine.optim.plan.whatif._host_tasks import key_of
-from trine.optim.plan.whatif.graph import LINK, RankStep, Task, fresh
+from trine.optim.plan.whatif._names import Names
+from trine.optim.plan.whatif.graph import LINK, RankStep, Task
 from trine.optim.plan.whatif.operators import TRANSFER, WAIT
 from trine.record.model import MISSING, Rank, Table
 
@@ -33,16 +35,15 @@ def _step(rank: Rank, steps: Table, row: int) -> RankStep:
     start, end = int(steps["start_ns"][row]), int(steps["end_ns"][row])
     backward = start + length["data"] + length["copy"] + length["forward"]
     tasks = [
-        Task((length["data"] + length["copy"]) / 1e9, "data"),
-        Task(length["forward"] / 1e9, "forward"),
+        Task(length["data"] / 1e9, "data"),
+        Task((length["copy"] + length["forward"]) / 1e9, "forward"),
     ]
     at, calls = 0, []
     for transfer, issued in _transfers(rank, int(steps["index"][row])):
         begin = min(max(issued - backward, at), length["backward"])
         tasks.append(Task((begin - at) / 1e9, "backward"))
-        tasks.append(Task(transfer.seconds, "backward", LINK, TRANSFER, transfer.name, (tasks[-1].number,),
-                          transfer.number, issued=transfer.name, key=transfer.key, channel=transfer.channel,
-                          bytes=transfer.bytes))  # fmt: skip
+        phase = "forward" if issued < backward else "backward"
+        tasks.append(replace(transfer, phase=phase, after=(tasks[-1].number,)))
         at = begin
         calls.append(transfer.number)
     tasks.append(Task((length["backward"] - at) / 1e9, "backward"))
@@ -62,12 +63,14 @@ def _transfers(rank: Rank, step: int) -> list[tuple[Task, int]]:
     )
     issued = np.where(table["issued_ns"] == MISSING, table["start_ns"], table["issued_ns"])
     rows = rows[np.argsort(issued[rows], kind="stable")]
-    counts: dict[str, int] = {}
+    operations, groups = (table.text(name)[rows].tolist() for name in ("operation", "group"))
+    names = Names(rank)
     found = []
-    for row, name in zip(rows.tolist(), table.text("operation")[rows].tolist(), strict=True):
-        key, channel = key_of(str(name), rank.rank, int(table["peer"][row]), counts)
+    for row, operation, group in zip(rows.tolist(), operations, groups, strict=True):
+        size = max(int(table["bytes"][row]), 0)
+        name = names.next(str(operation), group, int(table["peer"][row]), size)
         seconds = (int(table["end_ns"][row]) - int(table["start_ns"][row])) / 1e9
-        task = Task(seconds, "backward", LINK, TRANSFER, str(name), number=fresh(), key=key, channel=channel,
-                    bytes=max(int(table["bytes"][row]), 0))  # fmt: skip
+        task = Task(seconds, "backward", LINK, TRANSFER, str(operation), issued=str(operation), key=name.key,
+                    group=name.group, channel=name.channel, bytes=size)  # fmt: skip
         found.append((task, int(issued[row])))
     return found

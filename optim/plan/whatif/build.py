@@ -7,61 +7,45 @@ what changes single operators cannot be said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trine.optim.plan.whatif._host_tasks import steps_of_operators
 from trine.optim.plan.whatif._kernel_tasks import steps_of_kernels
 from trine.optim.plan.whatif._phase_tasks import steps_of_phases
-from trine.optim.plan.whatif.graph import (
-    HOST,
-    LINK,
-    PHASES,
-    Graph,
-    Pipeline,
-    RankStep,
-    Step,
-    Task,
-    is_pipeline,
-)
+from trine.optim.plan.whatif._steady import WARM_UP, Array, Steady, as_usual, steady_of
+from trine.optim.plan.whatif.graph import LINK, Graph, Pipeline, RankStep, Step, Task
 from trine.record.errors import UsageError
 from trine.record.model import MISSING, Job, Rank, Table
 
-__all__ = ["Part", "Steady", "graph_of", "joined", "part_of"]
+__all__ = ["Array", "Part", "Steady", "graph_of", "joined", "part_of"]
 
-#: Steps that warm up, at a record's start.
-WARM_UP = 3
 #: Steps of deep windows or traces that are looked at; each is a graph of its own.
 MOST_STEPS = 6
 #: Ranks that are read; more say little more of a step.
 MOST_RANKS = 16
-
-Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """Steps outside windows and after the warm-up: seconds of each, the slowest rank's, and by phase (ranks' mean).
-
-    ``seconds`` of shape (steps,), ``phases`` maps a phase to the same; empty where the source has no such steps.
-    """
-
-    seconds: Array
-    phases: Mapping[str, Array]
+#: What tasks are, the finest first.
+_BASES = ("kernels", "operators", "phases")
+#: Smaller all-reduces are of flags and counts, not of gradients.
+LEAST_GRADIENT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank's tables say, picklable: its steps as tasks, on the finest basis that it has, and as a table."""
+    """What one rank's tables say, picklable: its steps as tasks, on the finest basis that it has, and as a table.
+
+    ``profiled``: the steps that a profiler slowed, whether they are among ``steps`` or not.
+    """
 
     rank: int
     basis: str
     steps: tuple[tuple[int, RankStep], ...]
+    profiled: frozenset[int]
     table: Table | None
     host_name: str | None
     world: int | None
@@ -80,16 +64,24 @@ def part_of(rank: Rank, most_steps: int = MOST_STEPS, finest: bool = True) -> Pa
             break
     if not found:
         found = steps_of_phases(rank, WARM_UP)
+    profiled = (part.steps["index"].tolist() for part in rank.windows if part.steps is not None)
     return Part(
         rank.rank,
         basis,
         tuple(found),
+        frozenset(index for indices in profiled for index in indices),
         rank.steps,
         rank.host_name,
         rank.world_size,
-        dict(rank.metadata),
+        _metadata(rank),
         _work(rank),
     )
+
+
+def _metadata(rank: Rank) -> dict[str, Any]:
+    """The record's; of a trace, the name of its device at least."""
+    named = {"device": {"type": "cuda", "name": rank.devices[0].name}} if rank.devices else {}
+    return {**named, **rank.metadata}
 
 
 def _work(rank: Rank) -> dict[tuple[int, str], tuple[float, ...]]:
@@ -105,13 +97,14 @@ def _work(rank: Rank) -> dict[tuple[int, str], tuple[float, ...]]:
 
 
 def _pipeline(parts: Sequence[Part]) -> Pipeline | None:
-    """Of the ranks that recorded micro-batches; None where a stage is missing."""
+    """Of the ranks that recorded micro-batches; None where a stage is missing, or no forward was recorded."""
     times: dict[tuple[int, str], list[float]] = {}
     for part in parts:
         for key, each in part.work.items():
             times.setdefault(key, []).extend(each)
     stages = sorted({stage for stage, _ in times})
-    if stages != list(range(len(stages))) or len(stages) < 2:
+    count = _microbatches(parts)
+    if stages != list(range(len(stages))) or len(stages) < 2 or not count:
         return None
 
     def of(direction: str) -> list[float]:
@@ -119,49 +112,84 @@ def _pipeline(parts: Sequence[Part]) -> Pipeline | None:
 
     whole, by_input, by_weight = of("backward"), of("backward_input"), of("backward_weight")
     ranks = max((len({stage for stage, _ in part.work}) for part in parts), default=1)
-    known = parts[0].metadata.get("pipeline")
-    count = known.get("microbatches") if isinstance(known, Mapping) else None
-    # Each stage runs a forward of every micro-batch in every step that was recorded.
-    steps = max((0 if part.table is None else len(part.table) for part in parts), default=0) or 1
-    recorded = max(len(each) for (_, direction), each in times.items() if direction == "forward")
     return Pipeline(
-        len(stages) // max(ranks, 1), int(count or max(round(recorded / steps), 1)), tuple(of("forward")),
+        len(stages) // max(ranks, 1), count, tuple(of("forward")),
         tuple(a + b for a, b in zip(whole, by_input, strict=True)), tuple(by_weight),
     )  # fmt: skip
+
+
+def _microbatches(parts: Sequence[Part]) -> int:
+    """Of a step: as configured, else as many forwards as a stage ran in each of its rank's steps; 0 where it ran none."""
+    configured: Any = parts[0].metadata
+    for name in ("configuration", "parallel", "microbatches"):
+        configured = configured.get(name) if isinstance(configured, Mapping) else None
+    if isinstance(configured, int):
+        return configured
+
+    def counted(part: Part) -> int:
+        forwards = [len(each) for (_, direction), each in part.work.items() if direction == "forward"]
+        steps = (0 if part.table is None else len(part.table)) or 1
+        return max(round(max(forwards) / steps), 1) if forwards else 0
+
+    return max((counted(part) for part in parts), default=0)
 
 
 def graph_of(job: Job) -> tuple[Graph, Steady]:
     """Raises ``UsageError`` where the job holds no step that could be replayed."""
     ranks = [job.rank(rank) for rank in job.rank_ids[:MOST_RANKS]]
     parts = [part_of(rank) for rank in ranks]
-    if len({part.basis for part in parts}) > 1:
-        parts = [part_of(rank, finest=False) for rank in ranks]
-    return joined(parts, job.world_size, str(job.name or job.path))
+    name = str(job.name or job.path)
+    try:
+        return joined(parts, job.world_size, name)
+    except UsageError:
+        if all(part.basis == "phases" for part in parts):
+            raise
+    return joined([part_of(rank, finest=False) for rank in ranks], job.world_size, name)
 
 
 def joined(parts: Sequence[Part], world: int | None, name: str) -> tuple[Graph, Steady]:
-    """All ranks' parts as one graph. Raises ``UsageError`` where they share no step; ``name`` is the job's, for that."""
-    steps = _joined([part.steps for part in parts]) if len({part.basis for part in parts}) == 1 else []
+    """The parts with the finest tasks as one graph: of large jobs, one rank a node has windows.
+
+    Raises ``UsageError`` where they share no step; ``name`` is the job's, for that.
+    """
+    basis = min((part.basis for part in parts), key=_BASES.index, default="phases")
+    chosen = [part for part in parts if part.basis == basis]
+    steps = _joined([part.steps for part in chosen])
     if not steps:
         raise UsageError(
             f"{name} holds no whole step of every rank to replay: record a few steps with trine.profile, or give traces "
             "with ProfilerStep marks and operators or kernels"
         )
-    basis, world = parts[0].basis, world or len(parts)
-    steady = _steady(
-        [part.table for part in parts], {step.index for step in steps} if basis != "phases" else ()
-    )
-    facts = {**parts[0].metadata, "hosts": len({part.host_name for part in parts if part.host_name}) or 1}
+    world = world or len(parts)
+    facts = {**parts[0].metadata, "hosts": _hosts(parts, world), "samples": _samples(chosen)}
     graph = Graph(tuple(steps), basis, world, facts, recorded=tuple(steps), pipeline=_pipeline(parts))
     if basis == "phases":
         graph = graph.with_note("no deep window: phases and collectives only, nothing of single operators")
-    if len(parts) < world:
-        graph = graph.with_note(f"{len(parts)} of {world} ranks: transfers may hold waiting for the others")
-    if is_pipeline(graph):
-        graph = _evenly_scaled(graph, steady) if basis == "operators" and len(steady.seconds) else graph
-    elif basis == "operators" and len(steady.seconds):
-        graph = _scaled(graph, steady)
-    return graph, steady
+    if len(chosen) < world:
+        graph = graph.with_note(f"{len(chosen)} of {world} ranks: transfers may hold waiting for the others")
+    profiled = frozenset[int]().union(*(part.profiled for part in parts))
+    steady = steady_of([part.table for part in chosen], profiled)
+    return as_usual(graph, steady), steady
+
+
+def _hosts(parts: Sequence[Part], world: int) -> int | None:
+    """Nodes of the job: of ranks of whom only the first are read, by how many the first node has; None where unknown."""
+    ranks = Counter(part.host_name for part in parts)
+    if None in ranks:
+        return None if len(parts) < world else 1
+    if len(parts) >= world:
+        return len(ranks)
+    if len(ranks) < 2 or [part.rank for part in parts] != list(range(len(parts))):
+        return None
+    return -(-world // ranks[parts[0].host_name])
+
+
+def _samples(parts: Sequence[Part]) -> int | None:
+    """Of a rank's step, the median; None where no rank knows."""
+    found = [part.table["samples"] for part in parts if part.table is not None]
+    known = [values[values != MISSING] for values in found]
+    together = np.concatenate(known) if known else np.empty(0)
+    return int(np.median(together)) if len(together) else None
 
 
 def _joined(by_rank: Sequence[Sequence[tuple[int, RankStep]]]) -> list[Step]:
@@ -175,101 +203,46 @@ def _joined(by_rank: Sequence[Sequence[tuple[int, RankStep]]]) -> list[Step]:
 
 
 def _matched(index: int, ranks: Sequence[RankStep]) -> Step:
-    """Transfers last as long as on the rank that came last; what some ranks lack is no transfer of theirs alone."""
+    """Transfers last as long as on the rank that came last; what some ranks of a group lack is no transfer of theirs alone."""
+    recorded = {each.rank for each in ranks}
     times: dict[str, list[float]] = {}
     partners: dict[str, int] = {}
     for task in (task for each in ranks for task in each.tasks if task.lane == LINK):
         times.setdefault(task.key, []).append(task.seconds)
-        partners[task.key] = 2 if task.channel else len(ranks)
-    shared = {key for key, found in times.items() if len(found) == partners[key]}
-    own = {key: min(times[key]) for key in shared}
+        entering = len(recorded.intersection(task.group)) if task.group else len(ranks)
+        partners[task.key] = 2 if task.channel else entering
+    own = {key: min(found) for key, found in times.items() if len(found) == partners[key]}
+    return Step(index, tuple(replace(each, tasks=_cleaned(each.tasks, own)) for each in ranks))
 
-    def kept(task: Task) -> Task | None:
+
+def _cleaned(tasks: Sequence[Task], transfers: Mapping[str, float]) -> tuple[Task, ...]:
+    """Tasks with these transfers alone, by key, each as long as is said; nothing waits for the others."""
+    kept = [task for task in tasks if task.lane != LINK or task.key in transfers]
+    known = {task.number for task in kept}
+    gradients = _gradients(kept)
+
+    def cleaned(task: Task) -> Task:
+        if not all(number in known for number in task.after):
+            task = replace(task, after=tuple(number for number in task.after if number in known))
         if task.lane != LINK:
             return task
-        return replace(task, seconds=own[task.key]) if task.key in shared else None
+        return replace(task, seconds=transfers[task.key], of_gradients=task.number in gradients)
 
-    cleaned = []
-    for each in ranks:
-        tasks = [task for task in (kept(task) for task in each.tasks) if task is not None]
-        known = {task.number for task in tasks}
-        cleaned.append(replace(each, tasks=tuple(_without(task, known) for task in tasks)))
-    return Step(index, tuple(cleaned))
+    return tuple(cleaned(task) for task in kept)
 
 
-def _without(task: Task, known: set[int]) -> Task:
-    if all(number in known for number in task.after):
-        return task
-    return replace(task, after=tuple(number for number in task.after if number in known))
+def _gradients(tasks: Sequence[Task]) -> set[int]:
+    """All-reduces of gradients, by number: behind a backward, and not what a tensor-parallel layer's backward exchanges, which
+    is as large as what its forward does in the same group."""
+
+    def ahead(task: Task) -> bool:
+        return task.phase in ("data", "forward")
+
+    reduced = [task for task in tasks if task.lane == LINK and _is_all_reduce(task)]
+    layers = {(task.group, task.bytes) for task in reduced if ahead(task)}
+    return {task.number for task in reduced if not ahead(task) and (task.group, task.bytes) not in layers}
 
 
-# --- what steps usually are ---------------------------------------------------------------------------
-
-
-def _steady(tables: Sequence[Table | None], inside: Iterable[int]) -> Steady:
-    """Steps that every rank recorded outside of windows."""
-    apart = set(inside)
-    apart |= {index + 1 for index in apart}  # the window is written after its last step
-    if any(table is None or (table["phase_forward_ns"] == MISSING).all() for table in tables):
-        return Steady(np.empty(0), {})
-    rows: list[dict[int, int]] = []
-    for table in tables:
-        assert table is not None
-        known = (table["end_ns"] != MISSING) & (table["phase_forward_ns"] != MISSING)
-        rows.append(
-            {
-                int(index): row
-                for row, index in enumerate(table["index"].tolist())
-                if known[row] and index not in apart
-            }
-        )
-    shared = sorted(set.intersection(*(set(each) for each in rows)))
-    shared = shared[WARM_UP:] if len(shared) > WARM_UP + 2 else shared
-
-    def column(name: str) -> Array:
-        return np.array(
-            [
-                [tables[r][name][rows[r][index]] for index in shared]  # type: ignore[index]
-                for r in range(len(tables))
-            ],
-            dtype=np.float64,
-        )
-
-    if not shared:
-        return Steady(np.empty(0), {})
-    seconds = (column("end_ns") - column("start_ns")).max(axis=0) / 1e9
-    phases = {name: column(f"phase_{name}_ns").mean(axis=0) / 1e9 for name in PHASES}
-    phases["data"] = phases["data"] + column("phase_copy_ns").clip(0).mean(axis=0) / 1e9
-    return Steady(seconds, phases)
-
-
-def _evenly_scaled(graph: Graph, steady: Steady) -> Graph:
-    """Host time as long as it usually is, by whole steps: a pipeline's forward and backward take turns, and its phases hold
-    what a rank waits for."""
-    factor = float(np.median(steady.seconds)) / median(step.measured_s for step in graph.steps)
-
-    def scaled(each: RankStep) -> RankStep:
-        return replace(
-            each, tasks=tuple(task.times(factor) if task.lane == HOST else task for task in each.tasks)
-        )
-
-    steps = tuple(replace(step, ranks=tuple(scaled(each) for each in step.ranks)) for step in graph.steps)
-    return replace(graph, steps=steps).with_note(
-        "host time is scaled by the median step outside windows over those inside"
-    )
-
-
-def _scaled(graph: Graph, steady: Steady) -> Graph:
-    """Host time of each phase as long as it usually is: the profiler's own time goes, in proportion."""
-
-    def scaled(each: RankStep) -> RankStep:
-        now = each.phase_s()
-        usual = {name: median(values.tolist()) for name, values in steady.phases.items()}
-        factor = {name: usual[name] / now[name] if now[name] > 0 else 1.0 for name in PHASES}
-        tasks = tuple(task.times(factor[task.phase]) if task.lane == HOST else task for task in each.tasks)
-        return replace(each, tasks=tasks)
-
-    steps = tuple(replace(step, ranks=tuple(scaled(each) for each in step.ranks)) for step in graph.steps)
-    return replace(graph, steps=steps).with_note(
-        "host time of each phase is scaled to the median of the steps outside windows"
-    )
+def _is_all_reduce(task: Task) -> bool:
+    """By the collective's name, or its kernel's."""
+    return "allreduce" in task.issued.replace("_", "").lower() and task.bytes >= LEAST_GRADIENT_BYTES

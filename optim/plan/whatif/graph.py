@@ -51,10 +51,11 @@ def fresh() -> int:
 class Task:
     """A piece of work of ``seconds``. ``after``: numbers of what must have ended besides the one before on its lane.
 
-    ``issued``: of a transfer, the collective's name; ``key`` names it alike on all ranks; ``channel``: of a message between
-    two ranks, who sends it to whom. ``gradient_bytes``: of a
-    task at whose end parameters' gradients are ready. ``sequence``: autograd's number, which a forward operator and its
-    backward share, -1 for none. ``events``: rows of the trace in it. ``recomputed``: work of the forward, again in backward.
+    ``issued``: of a transfer, the collective's name; ``key`` names it alike on all ranks that enter it; ``group``: these
+    ranks, empty where that is not on record; ``channel``: of a message between two ranks, who sends it to whom;
+    ``of_gradients``: of an all-reduce, whether it is of parameters' gradients. ``gradient_bytes``: of a task at whose end
+    parameters' gradients are ready. ``sequence``: autograd's number, which a forward operator and its backward share, -1
+    for none. ``events``: rows of the trace in it. ``recomputed``: work of the forward, again in backward.
     """
 
     seconds: float
@@ -68,7 +69,9 @@ class Task:
     events: int = 0
     issued: str = ""
     key: str = ""
+    group: tuple[int, ...] = ()
     channel: str = ""
+    of_gradients: bool = False
     bytes: int = 0
     gradient_bytes: int = 0
     recomputed: bool = False

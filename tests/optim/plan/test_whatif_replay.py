@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from whatif_steps import calibration
 
-from trine.optim.plan.whatif._host_tasks import key_of
+from trine.optim.plan.whatif._names import Name, Names
 from trine.optim.plan.whatif.build import Steady, _matched
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step, Task
 from trine.optim.plan.whatif.operators import Operator
 from trine.optim.plan.whatif.predict import replayed
 from trine.optim.plan.whatif.replay import replay
 from trine.record.errors import UsageError
-from trine.record.model import MISSING
+from trine.record.model import MISSING, Group, Rank, Strings
 
 WAIT = Operator("wait", None, None, 0, "fp32")
 TRANSFER = Operator("transfer", None, None, 0, "fp32")
@@ -154,13 +154,31 @@ def test_messages_pass_by_sender_and_receiver_and_hold_no_others(slowdown: float
     assert found.seconds == pytest.approx(1.0 + 0.25 + 2 * 2.0 + 0.25, rel=1e-6)
 
 
+def names_of(rank: int, *groups: Group) -> Names:
+    return Names(Rank(rank, "", "kineto", Strings(), groups=groups))
+
+
 def test_messages_are_named_alike_by_both_ranks() -> None:
-    counts: dict[int, dict[str, int]] = {0: {}, 1: {}}
-    sent = [key_of("send", 0, 1, counts[0]) for _ in range(2)]
-    assert sent == [key_of("recv", 1, 0, counts[1]) for _ in range(2)] == [("0>1 1", "0>1"), ("0>1 2", "0>1")]
-    assert key_of("recv", 0, 1, counts[0]) == key_of("send", 1, 0, counts[1]) == ("1>0 1", "1>0")
-    assert key_of("all_reduce", 0, MISSING, counts[0]) == ("all_reduce 1", "")
-    assert key_of("send", 0, MISSING, counts[0])[1] == ""  # to whom is not on record
+    first, second = names_of(0), names_of(1)
+    sent = [first.next("send", None, 1, 0) for _ in range(2)]
+    assert sent == [second.next("recv", None, 0, 0) for _ in range(2)]
+    assert sent == [Name("0>1 1", channel="0>1"), Name("0>1 2", channel="0>1")]
+    assert first.next("recv", None, 1, 0) == second.next("send", None, 0, 0) == Name("1>0 1", channel="1>0")
+    assert first.next("send", None, MISSING, 0).channel == ""  # to whom is not on record
+
+
+def test_collectives_are_counted_by_group_and_by_size_where_none_is_named() -> None:
+    pair, other, world = (
+        Group("tp", None, None, (0, 1)),
+        Group("tp", None, None, (2, 3)),
+        Group("0", None, None, (0, 1, 2, 3)),
+    )
+    first, third = names_of(0, world, pair), names_of(2, world, other)
+    assert first.next("all_reduce", "tp", MISSING, 8).key != third.next("all_reduce", "tp", MISSING, 8).key
+    assert first.next("all_reduce", "0", MISSING, 8) == third.next("all_reduce", "0", MISSING, 8)
+    assert first.next("all_reduce", "0", MISSING, 8).group == (0, 1, 2, 3)
+    assert first.next("all_reduce", None, MISSING, 8) != third.next("all_reduce", None, MISSING, 4)
+    assert first.next("all_gather", None, MISSING, 8) == third.next("all_gather", None, MISSING, 4)
 
 
 def test_a_message_takes_two_ranks_and_lasts_as_long_as_on_the_later() -> None:

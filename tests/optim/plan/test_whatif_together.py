@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whatif_steps import a_step, calibration, layer, run
+from whatif_steps import ALPHA, BETA, a_step, calibration, layer, run, with_tasks
 
 from trine.optim.config import Config
 from trine.optim.plan.whatif.build import Steady
-from trine.optim.plan.whatif.graph import Graph, Step, Task
-from trine.optim.plan.whatif.predict import replayed
+from trine.optim.plan.whatif.graph import LINK, Graph, Step, Task
+from trine.optim.plan.whatif.predict import Recorded, replayed
 from trine.optim.plan.whatif.transforms import Change, compiled
 from trine.optim.plan.whatif.transforms._blocks import _repetition
 from trine.record.errors import UsageError
 
+#: Bytes of all gradients.
+SIZE = sum(task.gradient_bytes for task in a_step(0).tasks)
 #: Of a block, what full recomputation repeats: a product and two functions, the second after it.
 REPEATED = layer(0)[:3]
 FULL = {"checkpointing.mode": "full"}
@@ -59,8 +61,15 @@ def test_a_straggler_is_late_in_most_steps_and_not_by_turns() -> None:
     assert found.gain.mid == pytest.approx(0.0, abs=1e-9)
 
 
+def on_link(ranks: int, times: float, **facts: Any) -> Recorded:
+    """The step of :func:`run`, whose all-reduces take so many ``times`` as long."""
+    found = run(ranks=ranks, **facts)
+    return with_tasks(found, lambda task: task.times(times) if task.lane == LINK else task)
+
+
 def test_calibrated_links_are_rescaled_to_the_runs_ranks() -> None:
-    two, four = (run(ranks=ranks).what_if({"zero.stage": 1}) for ranks in (2, 4))
+    longer = calibration().link("all_reduce").among(4).seconds(SIZE) / (ALPHA + SIZE / BETA)
+    two, four = (on_link(ranks, times).what_if({"zero.stage": 1}) for ranks, times in ((2, 1.0), (4, longer)))
     tasks = a_step(0).tasks
     size = sum(task.gradient_bytes for task in tasks)
     optimizer = sum(task.seconds for task in tasks if task.phase == "optimizer")

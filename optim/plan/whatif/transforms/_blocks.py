@@ -51,7 +51,7 @@ def blocks_of(step: RankStep) -> list[Block]:
     if repeats < 2:
         return []
     bounds = [places[first + period * number] for number in range(repeats)]
-    length = bounds[1] - bounds[0]
+    length = bounds[-1] - bounds[-2]
     # What lies before a block's first product (its norm) is taken from behind the block: as long, and the same work.
     bounds.append(min(bounds[-1] + length, len(tasks)))
     found = []

@@ -1,4 +1,8 @@
-"""What transformations of the exchange of gradients share: transfers, their links, and hosts that wait for them."""
+"""What transformations of the exchange of gradients share: transfers, their links, and hosts that wait for them.
+
+A transfer that is new in the step is as much slower than calibrated as the recorded all-reduces of gradients were
+(:func:`contention`): the calibration is of an idle link inside this machine.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +15,62 @@ from trine.optim.plan.whatif.times import Link, OperationTimes
 from trine.record.errors import UsageError
 from trine.record.hardware import fit_latency_bandwidth
 
-__all__ = ["contention", "link_of", "replaced", "require_exchange", "transfer", "waiting"]
+__all__ = [
+    "contention",
+    "exchanging",
+    "is_gradient",
+    "link_of",
+    "replaced",
+    "replicas",
+    "require_exchange",
+    "slowed",
+    "transfer",
+    "waiting",
+]
 
 #: What copies a gradient into its bucket, and divides it by the ranks.
 BUCKET_COPY = "torch::distributed::reducer::mul_out"
-#: Smaller transfers are flags and counts, not gradients.
-LEAST_BYTES = 4096
 
 
 def is_gradient(task: Task) -> bool:
     """Whether a task is an all-reduce of gradients."""
-    return (
-        task.lane == LINK
-        and "all_reduce" in task.issued.replace("allreduce", "all_reduce").lower()
-        and (task.bytes >= LEAST_BYTES)
-    )
+    return task.of_gradients
+
+
+def exchanging(tasks: Iterable[Task]) -> tuple[int, ...]:
+    """The ranks with which a rank reduces most of its gradients; empty where its record names no group."""
+    largest = max(filter(is_gradient, tasks), key=lambda task: task.bytes, default=None)
+    return largest.group if largest else ()
+
+
+def replicas(graph: Graph) -> int:
+    """How many ranks reduce gradients together; all where no group is named."""
+    return len(exchanging(graph.steps[0].ranks[0].tasks)) or graph.world
 
 
 def require_exchange(graph: Graph, key: str) -> None:
-    """Raise ``UsageError`` where no step reduces gradients."""
-    if not any(is_gradient(task) for step in graph.steps for each in step.ranks for task in each.tasks):
-        raise UsageError(
-            f"{key} changes the all-reduce of gradients, and this record has none: it needs two ranks or more"
-        )
+    """Raise ``UsageError`` where no step reduces gradients by an all-reduce."""
+    tasks = [task for step in graph.steps for each in step.ranks for task in each.tasks if task.lane == LINK]
+    if any(is_gradient(task) for task in tasks):
+        return
+    if any("reducescatter" in task.issued.replace("_", "").lower() for task in tasks):
+        why = "gradients are reduced by reduce-scatters, to shards: ask it of a record of plain replicas"
+    elif graph.world > 1:
+        why = "none was found behind backward: ask it of a record of replicas with their collectives"
+    else:
+        why = "one rank exchanges nothing: record two or more"
+    raise UsageError(f"{key} changes the all-reduce of gradients, and this record has none; {why}")
 
 
 def link_of(graph: Graph, times: OperationTimes, operation: str = "all_reduce") -> Link:
-    """The calibrated link between as many ranks as the run has; of an all-reduce also the record's own, where its sizes say enough.
+    """The calibrated link between as many ranks as reduce gradients together; of an all-reduce also the record's own, where its
+    sizes say enough.
 
     Raises ``UsageError`` where neither is known.
     """
+    ranks = replicas(graph)
     try:
-        return times.link(operation).among(graph.world)
+        return times.link(operation).among(ranks)
     except UsageError:
         if operation != "all_reduce":
             raise
@@ -51,7 +79,7 @@ def link_of(graph: Graph, times: OperationTimes, operation: str = "all_reduce") 
         for step in graph.steps
         for each in step.ranks
         for task in each.tasks
-        if is_gradient(task)
+        if is_gradient(task) and task.seconds > 0
     }
     sizes = [size for size, _ in found]
     if not sizes or max(sizes) < 4 * min(sizes):
@@ -59,23 +87,43 @@ def link_of(graph: Graph, times: OperationTimes, operation: str = "all_reduce") 
             "the all-reduce's latency and bandwidth are not known: run trine hardware --calibrate where the record is from"
         )
     alpha, beta = fit_latency_bandwidth(sizes, [seconds for _, seconds in found])
-    return Link(alpha, beta, graph.world)
+    return Link(alpha, beta, ranks)
 
 
-def contention(step: Sequence[Task], link: Link) -> float:
-    """How many times as long as on an idle link this step's gradients took."""
-    taken = [task for task in step if is_gradient(task)]
+def contention(step: Sequence[Task], link: Link, beside: bool = True) -> float:
+    """How many times as long as on an idle link this step's gradients took; 1 where they say nothing.
+
+    ``beside``: with the step's work beside them, which takes cores and memory from those that move bytes. Without it those
+    count that left once all gradients were there, of which there is always one.
+    """
+    last = max((place for place, task in enumerate(step) if task.gradient_bytes), default=-1)
+    behind = [task for task in step[last + 1 :] if is_gradient(task)]
+    taken = [task for task in step if is_gradient(task)] if beside or not behind else behind
     ideal = sum(link.seconds(task.bytes) for task in taken)
-    return sum(task.seconds for task in taken) / ideal if ideal > 0 else 1.0
+    spent = sum(task.seconds for task in taken)
+    return spent / ideal if ideal > 0 and spent > 0 else 1.0
+
+
+def slowed(link: Link, factor: float) -> Link:
+    """A link on which all takes ``factor`` times as long."""
+    return Link(link.alpha_s * factor, link.bytes_per_s / factor, link.ranks)
 
 
 def transfer(
-    seconds: float, operation: str, size: float, key: str, after: Iterable[int], phase: str = "backward"
+    seconds: float,
+    operation: str,
+    size: float,
+    key: str,
+    after: Iterable[int],
+    phase: str = "backward",
+    group: tuple[int, ...] = (),
 ) -> Task:
-    """A collective of every rank that has one of the same ``key``."""
+    """A collective of every rank of ``group`` that has one of the same ``key``; an all-reduce is of gradients."""
     return Task(
-        seconds, phase, LINK, TRANSFER, operation, tuple(after), issued=operation, key=key, bytes=int(size)
-    )
+        seconds, phase, LINK, TRANSFER, operation, tuple(after), issued=operation,
+        key=f"{key} from {group[0]}" if group else key, group=group, of_gradients=operation == "all_reduce",
+        bytes=int(size),
+    )  # fmt: skip
 
 
 def waiting(after: Iterable[int], phase: str, lane: str = HOST) -> Task:

@@ -14,9 +14,16 @@ from trine.optim.plan.whatif.operators import Operator, Product
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
-from trine.optim.plan.whatif.transforms._facts import require_no_pipeline
+from trine.optim.plan.whatif.transforms._facts import (
+    LEAST_BYTES,
+    refuse_neutral,
+    require_no_pipeline,
+    require_one_microbatch,
+)
+from trine.optim.plan.whatif.transforms._known import with_known_work
+from trine.optim.plan.whatif.transforms._launches import with_launches
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
-from trine.optim.plan.whatif.transforms._transfers import BUCKET_COPY
+from trine.optim.plan.whatif.transforms._transfers import BUCKET_COPY, is_gradient
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -31,7 +38,8 @@ def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the record accumulates already or holds no operators."""
     count = change.config.accumulation.steps
     if count == 1:
-        return graph
+        _require_plain(graph)
+        refuse_neutral(graph, change, KEYS)
     if not isinstance(count, int):
         raise UsageError("accumulation.steps: a what-if wants a number; auto is decided as the run begins")
     if count > _MOST:
@@ -40,13 +48,42 @@ def apply(graph: Graph, change: Change) -> Graph:
         )
     require_operators(graph.basis, KEYS[0])
     require_no_pipeline(graph, KEYS[0])
+    _require_plain(graph)
+    require_one_microbatch(graph, KEYS[0])
+    _require_no_sharding(graph)
+    samples = graph.facts.get("samples")
+    if samples and count > samples:
+        raise UsageError(f"accumulation.steps = {count}: a rank's step has {samples} samples: ask for fewer")
+    if not change.times:
+        raise UsageError("accumulation.steps: this machine is not calibrated: run trine hardware --calibrate")
+    graph = with_known_work(graph, KEYS[0])
+    return mapped(graph, lambda step: _accumulated(step, count, change.times))
+
+
+def _require_plain(graph: Graph) -> None:
     if int(graph.facts.get("accumulation") or 1) > 1:
         raise UsageError(
             "accumulation.steps: the recorded run accumulates already; record one micro-batch a step"
         )
-    if not change.times:
-        raise UsageError("accumulation.steps: this machine is not calibrated: run trine hardware --calibrate")
-    return mapped(graph, lambda step: _accumulated(step, count, change.times))
+
+
+def _require_no_sharding(graph: Graph) -> None:
+    """Every micro-batch would exchange what is no gradient again: shards, and parts of layers. Buffers go out once a step."""
+    found = next(
+        (
+            task.issued
+            for each in graph.steps[0].ranks
+            for task in each.tasks
+            if task.lane == LINK and task.phase in ("forward", "backward") and not is_gradient(task)
+            and task.issued != "broadcast" and not 0 < task.bytes < LEAST_BYTES
+        ),
+        None,
+    )  # fmt: skip
+    if found:
+        raise UsageError(
+            f"accumulation.steps: forward and backward hold transfers that every micro-batch would repeat ({found}): ask it of "
+            "a record of replicas, without shards or parallel layers"
+        )
 
 
 def _accumulated(step: RankStep, count: int, times: OperationTimes) -> list[Task]:
@@ -62,16 +99,30 @@ def _accumulated(step: RankStep, count: int, times: OperationTimes) -> list[Task
         if task.phase in ("forward", "backward") and task.lane != LINK
     }
     found: list[Task] = []
+    added: set[int] = set()
+
+    def add(task: Task) -> None:
+        found.append(_added(task, pace))
+        added.add(found[-1].number)
+
+    def without_exchange(adds: bool) -> None:
+        """A micro-batch that is not synchronised; ``adds``: gradients are there already."""
+        kept = [task for task in smaller.values() if task.name != BUCKET_COPY and task.kind != "wait"]
+        for task, copied in zip(kept, renumbered(kept), strict=True):
+            found.append(replace(copied, gradient_bytes=0))
+            if task.gradient_bytes and adds:
+                add(task)
+
     begun = False
     for task in step.tasks:
         if not begun and task.number in smaller and task.phase == "forward":
             begun = True
             for number in range(count - 1):
-                found += _without_exchange(list(smaller.values()), number > 0, pace)
+                without_exchange(number > 0)
         if task.gradient_bytes:  # before its bucket may leave
-            found.append(_added(task, pace))
+            add(task)
         found.append(smaller.get(task.number, task))
-    return found
+    return with_launches(found, [task for task in found if task.number not in added])
 
 
 def _with_fewer_rows(task: Task, count: int, rows: dict[int, int], pace: Pace) -> Task:
@@ -99,17 +150,6 @@ def _product(product: Product, count: int, rows: int | None) -> Product:
     if rows is not None and product.inner == rows and product.rows != rows:
         return replace(product, inner=max(product.inner // count, 1))
     return replace(product, rows=max(product.rows // count, 1))
-
-
-def _without_exchange(tasks: list[Task], adds: bool, pace: Pace) -> list[Task]:
-    """A micro-batch that is not synchronised; ``adds``: gradients are there already."""
-    found = []
-    kept = [task for task in tasks if task.name != BUCKET_COPY and task.kind != "wait"]
-    for task, copied in zip(kept, renumbered(kept), strict=True):
-        found.append(replace(copied, gradient_bytes=0))
-        if task.gradient_bytes and adds:
-            found.append(_added(task, pace))
-    return found
 
 
 def _added(task: Task, pace: Pace) -> Task:

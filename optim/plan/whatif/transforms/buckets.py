@@ -7,18 +7,21 @@ first bucket too; left alone, the first holds 1 MiB and the others 25.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, fresh, mapped
 from trine.optim.plan.whatif.times import Link
 from trine.optim.plan.whatif.transforms import Change
-from trine.optim.plan.whatif.transforms._facts import require_no_pipeline
+from trine.optim.plan.whatif.transforms._facts import fact, require_no_pipeline
 from trine.optim.plan.whatif.transforms._transfers import (
     contention,
+    exchanging,
     is_gradient,
     link_of,
     replaced,
     require_exchange,
+    slowed,
     transfer,
 )
 from trine.record.errors import UsageError
@@ -41,8 +44,10 @@ def apply(graph: Graph, change: Change) -> Graph:
         raise UsageError(
             "communication.bucket_mib: a what-if wants a number of MiB; auto is decided as the run begins"
         )
-    cap = float(wanted.bucket_mib or _DEFAULT_MIB)
-    first = float(wanted.first_bucket_mib or (1.0 if wanted.bucket_mib is None else cap))
+    cap = float(wanted.bucket_mib or _recorded_mib(graph))
+    first = float(
+        wanted.first_bucket_mib or (1.0 if wanted.bucket_mib is None and cap == _DEFAULT_MIB else cap)
+    )
     link = link_of(graph, change.times)
     overlapped = wanted.overlap is not False
 
@@ -52,37 +57,56 @@ def apply(graph: Graph, change: Change) -> Graph:
     return mapped(graph, changed)
 
 
+def _recorded_mib(graph: Graph) -> float:
+    """The run's own cap, PyTorch's where its record does not say."""
+    stated = (
+        fact(graph, "data_parallel", "bucket_mib"),
+        fact(graph, "configuration", "communication", "bucket_mib"),
+    )
+    return next((float(each) for each in stated if isinstance(each, int | float) and each > 0), _DEFAULT_MIB)
+
+
 def _rebucketed(step: RankStep, link: Link, cap: float, first: float, overlapped: bool) -> tuple[Task, ...]:
-    if not any(task.gradient_bytes for task in step.tasks):
+    last_pass = step.tasks[_last_backward(step.tasks) :]
+    stored = [task for task in last_pass if task.gradient_bytes]
+    gone = {task.number: task.bytes for task in last_pass if is_gradient(task)}
+    if not stored:
         raise UsageError(
             "communication.bucket_mib: this record does not say when each gradient was ready: record a deep window"
         )
-    factor = contention(step.tasks, link)
-    sent = sum(task.bytes for task in step.tasks if is_gradient(task))
-    known = sum(task.gradient_bytes for task in step.tasks)
-    scale = sent / known if known else 1.0  # gradients of another dtype than is assumed
-    buckets: list[Task] = []
-    filled = 0.0
-    last = max(place for place, task in enumerate(step.tasks) if task.gradient_bytes)
-    ends: dict[int, Task] = {}
-    for place, task in enumerate(step.tasks):
-        if not task.gradient_bytes:
-            continue
-        filled += task.gradient_bytes * scale
-        if filled >= (cap if buckets else first) or place == last:
-            at = place if overlapped else last
-            bucket = transfer(factor * link.seconds(filled), "all_reduce", filled, f"gradients {len(buckets) + 1}",
-                              (step.tasks[at].number,))  # fmt: skip
-            ends[task.number] = bucket
-            buckets.append(bucket)
-            filled = 0.0
-    numbers = [bucket.number for bucket in buckets]
+    # Gradients of another dtype than is assumed.
+    scale = sum(gone.values()) / sum(task.gradient_bytes for task in stored)
+    slower, group = slowed(link, contention(step.tasks, link)), exchanging(step.tasks)
+    leaving: dict[int, list[Task]] = {}  # by the task behind which they leave
+    numbers: list[int] = []
+    for task, size in _buckets(stored, cap / scale, first / scale) if scale > 0 else ():
+        at = task.number if overlapped else stored[-1].number
+        bucket = transfer(slower.seconds(size * scale), "all_reduce", size * scale, f"gradients {len(numbers) + 1}", (at,),
+                          group=group)  # fmt: skip
+        leaving.setdefault(at, []).append(bucket)
+        numbers.append(bucket.number)
     found: list[Task] = []
-    for task in replaced(step, is_gradient, numbers):
-        found.append(task)
-        if task.number in ends:
-            found.append(ends[task.number])
+    for task in replaced(step, lambda task: task.number in gone, numbers):
+        found += [task, *leaving.get(task.number, ())]
     return _waited(found, numbers)
+
+
+def _buckets(stored: Sequence[Task], cap: float, first: float) -> Iterator[tuple[Task, float]]:
+    """(task that fills it, bytes) of every bucket."""
+    filled, limit = 0.0, first
+    for task in stored:
+        filled += task.gradient_bytes
+        if filled >= limit or task is stored[-1]:
+            yield task, filled
+            filled, limit = 0.0, cap
+
+
+def _last_backward(tasks: Sequence[Task]) -> int:
+    """The place behind the last micro-batch's forward, whose gradients alone leave."""
+    return max(
+        (place + 1 for place, task in enumerate(tasks) if task.phase == "forward" and task.kind == "product"),
+        default=0,
+    )
 
 
 def _waited(tasks: list[Task], numbers: list[int]) -> tuple[Task, ...]:

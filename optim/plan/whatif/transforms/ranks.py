@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step, Task, renumbered
+from trine.optim.plan.whatif.times import Link
 from trine.optim.plan.whatif.transforms import Change
-from trine.optim.plan.whatif.transforms._facts import require_no_pipeline
+from trine.optim.plan.whatif.transforms._facts import require_no_pipeline, require_one_group
 from trine.optim.plan.whatif.transforms._transfers import link_of
 from trine.record.errors import UsageError
 
@@ -36,15 +37,23 @@ def apply(graph: Graph, change: Change) -> Graph:
         raise UsageError("ranks: one rank was recorded, which says nothing of links: record two or more")
     if ranks == before:
         return graph
+    require_one_group(graph, KEYS[0])
     link = link_of(graph, change.times)
     wider = link.among(ranks)
 
     def scaled(task: Task) -> Task:
         if task.lane != LINK or ranks == 1:
             return task
-        return task.times(wider.seconds(max(task.bytes, 1)) / link.seconds(max(task.bytes, 1)))
+        size = task.bytes or _size_by_time(task, link)
+        before_s = link.seconds(size)
+        longer = wider.seconds(size) / before_s if before_s > 0 else 1.0
+        return replace(task, seconds=task.seconds * longer, group=())  # of all ranks, who are others now
 
     steps = [_with_ranks(graph.steps, place, ranks, scaled) for place in range(len(graph.steps))]
+    if any(task.lane == LINK and not task.bytes for each in graph.steps[0].ranks for task in each.tasks):
+        graph = graph.with_note(
+            "transfers whose sizes are not on record are taken to be as large as their time says"
+        )
     graph = replace(graph, steps=tuple(steps), world=ranks)
     if ranks > MOST_REPLAYED:
         graph = graph.with_note(
@@ -53,6 +62,11 @@ def apply(graph: Graph, change: Change) -> Graph:
     return graph.with_note(
         "every rank keeps its batch; links between more ranks are taken to be as those on record"
     )
+
+
+def _size_by_time(task: Task, link: Link) -> float:
+    """Bytes that the link moves in the time that a transfer took."""
+    return max(task.seconds - link.alpha_s, 0.0) * link.bytes_per_s
 
 
 def _with_ranks(steps: tuple[Step, ...], place: int, ranks: int, scaled: Callable[[Task], Task]) -> Step:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped, renumbered
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, require_operators
-from trine.optim.plan.whatif.transforms._facts import require_plain
+from trine.optim.plan.whatif.transforms._facts import refuse_neutral, require_one_microbatch, require_plain
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -25,9 +25,10 @@ def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where a step holds no repeated blocks, or the mode is decided by measurement."""
     wanted = change.config.checkpointing
     if wanted.mode == "none":
-        return graph
+        refuse_neutral(graph, change, KEYS)
     require_operators(graph.basis, KEYS[0])
     require_plain(graph, KEYS[0])
+    require_one_microbatch(graph, KEYS[0])
     if wanted.mode not in ("full", "selective"):
         raise UsageError(
             f'checkpointing.mode = "{wanted.mode}" is decided by measurement as the run begins: ask for "full" or "selective"'

@@ -18,11 +18,13 @@ ORDER = 80
 
 def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` for a single rank."""
-    if change.given["straggler"]:
+    if change.given["straggler"] not in (False, 0):
         raise UsageError("straggler: give false (or 0): the step with every rank as fast as the median one")
     require_no_pipeline(graph, KEYS[0])
     if len(graph.steps[0].ranks) < 2:
-        raise UsageError("straggler: one rank was recorded, and it waits for nobody")
+        raise UsageError(
+            f"straggler: {graph.basis} of one rank alone were recorded, which waits for nobody in them"
+        )
     # Over all steps: a rank that is late once has been unlucky, and no straggler.
     own = [
         sum(_own_s(each) for each in of_rank)

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.transforms import Change
-from trine.optim.plan.whatif.transforms._transfers import is_gradient, require_exchange
+from trine.optim.plan.whatif.transforms._facts import refuse_neutral
+from trine.optim.plan.whatif.transforms._transfers import exchanging, is_gradient, replicas, require_exchange
 from trine.record.errors import UsageError
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -27,20 +28,20 @@ def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` on one node, for other algorithms, or where a node's link was not calibrated."""
     name = change.config.communication.algorithm
     if name is None:
-        return graph
+        refuse_neutral(graph, change, KEYS)
     if name != "two_level":
         raise UsageError(f'communication.algorithm = "{name}": a what-if knows "two_level" alone')
     require_exchange(graph, KEYS[0])
-    nodes = int(graph.facts.get("hosts") or 1)
-    inside = graph.world // nodes
-    if nodes < 2 or inside < 2 or graph.world % nodes:
+    ranks, nodes = replicas(graph), _nodes(graph)
+    inside = ranks // nodes
+    if nodes < 2 or inside < 2 or ranks % nodes:
         raise UsageError(
             f'communication.algorithm = "two_level" needs several nodes of several ranks each, and the record has '
-            f"{graph.world} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}"
+            f"{ranks} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}"
         )
     scatter, gather = (change.times.link(each).among(inside) for each in ("reduce_scatter", "all_gather"))
     # Bytes that a node's link carries, of those of the ring through all ranks.
-    across = ((nodes - 1) / nodes) / ((graph.world - 1) / graph.world)
+    across = ((nodes - 1) / nodes) / ((ranks - 1) / ranks)
 
     def changed(step: RankStep) -> list[Task]:
         def levelled(task: Task) -> Task:
@@ -50,3 +51,16 @@ def apply(graph: Graph, change: Change) -> Graph:
         return [levelled(task) if is_gradient(task) else task for task in step.tasks]
 
     return mapped(graph, changed)
+
+
+def _nodes(graph: Graph) -> int:
+    """Of the ranks that reduce gradients together. Raises ``UsageError`` where the record does not say."""
+    hosts = graph.facts.get("hosts", 1)
+    if hosts is None:
+        raise UsageError(
+            f'{KEYS[0]} = "two_level": this record does not say on how many nodes its {graph.world} ranks ran: give one with '
+            "all of them, or with the first ranks of two nodes"
+        )
+    a_node = max(graph.world // int(hosts), 1)
+    group = exchanging(graph.steps[0].ranks[0].tasks) or range(graph.world)
+    return len({rank // a_node for rank in group})

@@ -9,20 +9,32 @@ work; without one nothing runs beside, since PyTorch waits for each.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.operators import Operator
 from trine.optim.plan.whatif.times import Link
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, compute_lane, require_operators
-from trine.optim.plan.whatif.transforms._facts import require_no_pipeline, require_plain
+from trine.optim.plan.whatif.transforms._facts import (
+    fact,
+    refuse_neutral,
+    require_no_pipeline,
+    require_one_microbatch,
+    require_plain,
+)
+from trine.optim.plan.whatif.transforms._launches import with_launches
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.optim.plan.whatif.transforms._transfers import (
     BUCKET_COPY,
+    contention,
+    exchanging,
     is_gradient,
+    link_of,
     replaced,
+    replicas,
     require_exchange,
+    slowed,
     transfer,
     waiting,
 )
@@ -34,24 +46,28 @@ KEYS = ("zero.stage", "zero.reshard_after_forward")
 ORDER = 40
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Among which ranks (empty: all) shards are gathered and scattered, over which links, and whether beside the work."""
+
+    group: tuple[int, ...]
+    gather: Link
+    scatter: Link
+    beside: bool
+
+
 def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the record has no gradients to shard, or links or memory were not calibrated."""
     stage = change.config.zero.stage
     if stage == 0:
-        return graph
+        _require_unsharded(graph)
+        refuse_neutral(graph, change, KEYS)
     _require(graph, change)
-    gather = change.times.link("all_gather").among(graph.world)
-    scatter = change.times.link("reduce_scatter").among(graph.world) if stage > 1 else gather
-    if int(graph.facts.get("hosts") or 1) > 1:
-        graph = graph.with_note(
-            "gathers and scatters between nodes are taken to be as fast as calibrated within one"
-        )
+    ranks, idle = replicas(graph), link_of(graph, change.times)
+    gather = change.times.link("all_gather").among(ranks)
+    scatter = change.times.link("reduce_scatter").among(ranks) if stage > 1 else gather
     again = stage == 3 and change.config.zero.reshard_after_forward is not False
-    beside = graph.basis == "kernels"
-    if stage > 1 and change.times.sharded_unit("forward", 1, again) is None:
-        graph = graph.with_note(
-            "the host's work for shards was not calibrated and is left out: run trine hardware --calibrate again"
-        )
+    beside = graph.basis == "kernels" and stage > 1
 
     def changed(step: RankStep) -> list[Task]:
         if not any(task.gradient_bytes for task in step.tasks):
@@ -59,12 +75,38 @@ def apply(graph: Graph, change: Change) -> Graph:
                 f"{KEYS[0]}: this record does not say how large parameters are: record a deep window with shapes"
             )
         pace = pace_of(step.tasks, change.times)
-        tasks = _on_shards(step.tasks, graph.world, pace)
+        slower = contention(step.tasks, idle, beside)
+        exchange = _Exchange(exchanging(step.tasks), slowed(gather, slower), slowed(scatter, slower), beside)
+        tasks = _on_shards(step.tasks, ranks, pace)
         if stage == 1:
-            return _gathered_after(tasks, gather, pace)
-        return _block_by_block(replace(step, tasks=tuple(tasks)), gather, scatter, again, beside, pace)
+            found = _gathered_after(tasks, exchange, pace)
+        else:
+            found = _block_by_block(replace(step, tasks=tuple(tasks)), exchange, again, pace)
+        return with_launches(found, step.tasks)
 
-    return mapped(graph, changed)
+    return mapped(_noted(graph, change, again), changed)
+
+
+def _noted(graph: Graph, change: Change, again: bool) -> Graph:
+    """With what is assumed."""
+    if graph.facts.get("hosts", 1) != 1:
+        graph = graph.with_note(
+            "gathers and scatters between nodes are taken to be as much slower than calibrated within one as all-reduces were"
+        )
+    if change.config.zero.stage > 1 and change.times.sharded_unit("forward", 1, again) is None:
+        graph = graph.with_note(
+            "the host's work for shards was not calibrated and is left out: run trine hardware --calibrate again"
+        )
+    return graph
+
+
+def _require_unsharded(graph: Graph) -> None:
+    kind = str(fact(graph, "data_parallel", "kind"))
+    if kind.startswith("fsdp"):
+        raise UsageError(
+            f"{KEYS[0]}: the recorded run shards its parameters ({kind}), which cannot be taken out of its steps: record a run "
+            "without it"
+        )
 
 
 def _require(graph: Graph, change: Change) -> None:
@@ -73,6 +115,7 @@ def _require(graph: Graph, change: Change) -> None:
     require_exchange(graph, KEYS[0])
     require_plain(graph, KEYS[0])
     require_no_pipeline(graph, KEYS[0])
+    require_one_microbatch(graph, KEYS[0])
     if not change.times:
         raise UsageError("zero.stage: this machine is not calibrated: run trine hardware --calibrate")
     if change.config.zero.stage == 2 and change.config.zero.reshard_after_forward is True:
@@ -100,13 +143,16 @@ def _copied(size: float, phase: str, lane: str, pace: Pace) -> Task:
     return Task(pace.new("copy", elements, "fp32"), phase, lane, operator, "aten::copy_", events=1)
 
 
-def _gathered_after(tasks: list[Task], gather: Link, pace: Pace) -> list[Task]:
+def _gathered_after(tasks: list[Task], exchange: _Exchange, pace: Pace) -> list[Task]:
     """Stage 1: ranks give each other the parameters that they updated."""
+    gather = exchange.gather
     size = float(sum(task.gradient_bytes for task in tasks))
     place = max((at for at, task in enumerate(tasks) if task.phase == "optimizer"), default=len(tasks) - 1)
     lane = compute_lane(tasks)
     own = _copied(size / gather.ranks, "optimizer", lane, pace)
-    moved = transfer(gather.seconds(size), "all_gather", size, "parameters", (own.number,), "optimizer")
+    moved = transfer(
+        gather.seconds(size), "all_gather", size, "parameters", (own.number,), "optimizer", exchange.group
+    )
     back = _copied(size * (gather.ranks - 1) / gather.ranks, "optimizer", lane, pace)
     return [
         *tasks[: place + 1],
@@ -121,10 +167,8 @@ def _gathered_after(tasks: list[Task], gather: Link, pace: Pace) -> list[Task]:
 # --- stages 2 and 3 -----------------------------------------------------------------------------------
 
 
-def _block_by_block(
-    step: RankStep, gather: Link, scatter: Link, again: bool, beside: bool, pace: Pace
-) -> list[Task]:
-    blocks = blocks_of(step)
+def _block_by_block(step: RankStep, exchange: _Exchange, again: bool, pace: Pace) -> list[Task]:
+    blocks, beside = blocks_of(step), exchange.beside
     units = _units(step, blocks)
     # Buckets and the replicas' buffers go: FSDP2 has neither.
     kept = replaced(
@@ -142,14 +186,14 @@ def _block_by_block(
             if size > 0:
                 found.append(_hooks(phase, parameters, twice, beside, pace))
                 if phase == "forward" or twice:
-                    found += _gather(unit, size, phase, gather, lane, last if beside else None, pace)
+                    found += _gather(unit, size, phase, exchange, lane, last if beside else None, pace)
         found.append(task)
         last = task.number
         for unit in after.get(task.number, ()):
             size, parameters = units[unit]
             if size > 0 and unit == len(blocks):  # nothing comes before its backward
                 found.append(_hooks("backward", parameters, False, beside, pace))
-            found += _scatter(unit, size, scatter, lane, beside, pace)
+            found += _scatter(unit, size, exchange, lane, pace)
     return _finished(found, lane)
 
 
@@ -214,22 +258,24 @@ def _places(
 
 
 def _gather(
-    unit: int, size: float, phase: str, link: Link, lane: str, ahead: int | None, pace: Pace
+    unit: int, size: float, phase: str, exchange: _Exchange, lane: str, ahead: int | None, pace: Pace
 ) -> list[Task]:
     """Copy in, all-gather, copy out. ``ahead``: the task behind which it may begin, where it runs beside the work."""
+    link = exchange.gather
     own = _copied(size / link.ranks, phase, lane, pace)
     moved = transfer(link.seconds(size), "all_gather", size, f"gather {phase} {unit}",
-                     (own.number if ahead is None else ahead,), phase)  # fmt: skip
+                     (own.number if ahead is None else ahead,), phase, exchange.group)  # fmt: skip
     out = replace(_copied(size, phase, lane, pace), after=(moved.number,))
     return [own, moved, out]
 
 
-def _scatter(unit: int, size: float, link: Link, lane: str, beside: bool, pace: Pace) -> list[Task]:
+def _scatter(unit: int, size: float, exchange: _Exchange, lane: str, pace: Pace) -> list[Task]:
     if size <= 0:
         return []
     into = _copied(size, "backward", lane, pace)
-    moved = transfer(link.seconds(size), "reduce_scatter", size, f"scatter {unit}", (into.number,))
-    return [into, moved] if beside else [into, moved, waiting((moved.number,), "backward")]
+    moved = transfer(exchange.scatter.seconds(size), "reduce_scatter", size, f"scatter {unit}", (into.number,),
+                     group=exchange.group)  # fmt: skip
+    return [into, moved] if exchange.beside else [into, moved, waiting((moved.number,), "backward")]
 
 
 def _finished(tasks: list[Task], lane: str) -> list[Task]:

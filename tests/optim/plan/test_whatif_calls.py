@@ -1,0 +1,97 @@
+"""What traces say of calls and phases: messages and collectives of groups on devices, and forwards between backwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernel_traces import Call, mm, trace
+
+from trine.optim.plan.whatif import recorded
+from trine.optim.plan.whatif.graph import LINK, Graph, is_pipeline
+from trine.record.errors import UsageError
+
+
+def communicating(kernel: str, us: float, **arguments: Any) -> Call:
+    """A kernel that communicates, with what its trace says of the call."""
+    return Call(f"record_param_comms {json.dumps(arguments)}", kernels=[(kernel, us)])
+
+
+def job(folder: Path, ranks: Sequence[Sequence[Call]]) -> Path:
+    """A trace of every rank; the calls' arguments stand at their kernels."""
+    for rank, calls in enumerate(ranks):
+        content = trace(calls)
+        said = [
+            json.loads(event["name"].split(" ", 1)[1])
+            for event in content["traceEvents"]
+            if event["name"].startswith("record_param_comms")
+        ]
+        kernels = [event for event in content["traceEvents"] if event["name"].startswith("nccl")]
+        for event, arguments in zip(kernels, said, strict=True):
+            event["args"] |= arguments
+        content["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": len(ranks)}
+        (folder / f"rank{rank}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def transfers_of(graph: Graph) -> list[list[tuple[str, tuple[int, ...], int]]]:
+    return [
+        [(task.key, task.group, round(task.seconds * 1e6)) for task in each.tasks if task.lane == LINK]
+        for each in graph.steps[0].ranks
+    ]
+
+
+def message(operation: str, peer: int, us: float) -> Call:
+    end = "Dst Rank" if operation == "send" else "Src Rank"
+    return communicating("ncclDevKernel_SendRecv", us, **{"Collective name": operation, end: peer, "Process Group Name": "pp",
+                         "In msg nelems": 1024, "Out msg nelems": 1024, "dtype": "Float"})  # fmt: skip
+
+
+def test_stages_on_devices_send_each_other_messages(tmp_path: Path) -> None:
+    work = mm(256, 64, 64, 50.0)
+    first = [work, message("send", 1, 10.0), message("recv", 1, 90.0), work]
+    second = [message("recv", 0, 70.0), work, message("send", 0, 10.0)]
+    run = recorded(job(tmp_path, [first, second]))
+    assert is_pipeline(run.graph)
+    assert transfers_of(run.graph) == [
+        [("0>1 1", (), 10), ("1>0 1", (), 10)],
+        [("0>1 1", (), 10), ("1>0 1", (), 10)],
+    ]
+    with pytest.raises(UsageError, match="this record is a pipeline's"):
+        run.what_if({"straggler": False})
+
+
+def test_all_reduces_of_two_groups_are_counted_apart(tmp_path: Path) -> None:
+    def reduced(group: str, members: Sequence[int], us: float) -> Call:
+        said = {"Collective name": "allreduce", "Process Group Name": group, "Process Group Ranks": str(list(members)),
+                "Group size": len(members), "In msg nelems": 2**20, "Out msg nelems": 2**20, "dtype": "Float"}  # fmt: skip
+        return communicating("ncclDevKernel_AllReduce_Sum_f32_RING_LL", us, **said)
+
+    work = mm(256, 64, 64, 50.0)
+    alone, both = (0, 2), (0, 1, 2)
+    ranks = [
+        [work, reduced("1", alone, 10.0), reduced("0", both, 100.0)],
+        [work, reduced("0", both, 100.0)],
+        [work, reduced("1", alone, 20.0), reduced("0", both, 300.0)],
+    ]
+    graph = recorded(job(tmp_path, ranks)).graph
+    pair, whole = ("all_reduce of group 1 from 0 1", alone, 10), ("all_reduce of group 0 from 0 1", both, 100)
+    assert transfers_of(graph) == [[pair, whole], [whole], [pair, whole]]
+
+
+def test_a_forward_between_two_backwards_is_a_forward(tmp_path: Path) -> None:
+    def backward(sequence: int) -> Call:
+        inside = [mm(64, 64, 256, 10.0, backward=True, sequence=sequence)]
+        return Call("autograd::engine::evaluate_function: MmBackward0", inside=inside, backward=True)
+
+    forward = [mm(256, 64, 64, 10.0), mm(256, 64, 64, 10.0)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace([*forward, backward(2), backward(1)] * 2)), encoding="utf-8")
+    graph = recorded(path).graph
+    phases = [task.phase for task in graph.steps[1].ranks[0].tasks if task.kind == "product"]
+    assert phases == ["forward", "forward", "backward", "backward"] * 2
+    with pytest.raises(UsageError, match="this step is of several micro-batches"):
+        recorded(path).what_if({"checkpointing.mode": "full"})
