@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trine.optim.plan.cluster import Cluster, Link
 from trine.optim.plan.collectives import Network
 from trine.optim.plan.constants import (
+    DEVICE_CONSTANTS,
     OPERATORS,
     DeviceConstants,
     NetworkConstants,
@@ -148,6 +149,7 @@ class Conditions:
     attention: Column
     memory: Column
     launch_s: Column
+    call_s: Column
     skew_s: Column
     fp8: Column
     inside_bandwidth: Column
@@ -161,6 +163,7 @@ class Conditions:
     fused_attention: Column
     fused: Column
     padded: Column
+    softmax_heads: Column
     captured: Column
     attention_gain: Column
     fp8_gain: Column
@@ -213,7 +216,7 @@ class Conditions:
 
 
 #: Conditions that are a device's constants and a stack's own, by the same names.
-_OF_DEVICE = ("units", "matmul", "depth", "attention", "memory", "launch_s", "skew_s", "fp8")
+_OF_DEVICE = ("units", *DEVICE_CONSTANTS)
 _OF_STACK = (
     "compute",
     "microbatch_s",
@@ -222,6 +225,7 @@ _OF_STACK = (
     "fused_attention",
     "fused",
     "padded",
+    "softmax_heads",
     "captured",
     "fp8_gain",
     "tensor_overlap",

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 #: What the fit may move.
-DEVICE_CONSTANTS = ("matmul", "depth", "attention", "memory", "launch_s", "skew_s", "fp8")
+DEVICE_CONSTANTS = ("matmul", "depth", "attention", "memory", "launch_s", "call_s", "skew_s", "fp8")
 NETWORK_CONSTANTS = ("bandwidth", "overlap")
 #: :attr:`Stack.operators`.
 OPERATORS = ("none", "alternate", "all")
@@ -51,7 +51,8 @@ class DeviceConstants:
     ``matmul``: share of the best rate any matmul was seen to reach that large matmuls of a training step reach. ``depth``:
     length of the summed dimension at which half of a tile's time is spent filling and draining it. ``attention``: share of the
     matmul rate that fused attention with heads of 128 reaches. ``memory``: share of the memory's bandwidth that element-wise
-    kernels reach. ``launch_s``: host seconds a kernel, where the host launches each. ``skew_s``: what each
+    kernels reach. ``launch_s``: host seconds a kernel, where the host launches each. ``call_s``: host seconds a collective,
+    beside its kernel checks, events on two streams and a node of the graph that autograd keeps. ``skew_s``: what each
     tensor-parallel collective waits for the slowest of its ranks. ``fp8``: share of the gain that the peaks
     of fp8 and bf16 promise. ``achievable``: best matmul over peak, for devices nobody measured. ``units``: streaming
     multiprocessors or compute units.
@@ -63,6 +64,7 @@ class DeviceConstants:
     attention: float
     memory: float
     launch_s: float
+    call_s: float
     skew_s: float
     fp8: float
     achievable: float
@@ -100,7 +102,8 @@ class Stack:
     cut up and hidden behind matmuls. ``expert_overlap``: all-to-alls of experts run behind another micro-batch.
     ``expert_once``: a token goes to a node once, however many of its experts lie there (DeepSeek-AI 2024, section
     3.2.2). ``expert_tensor``: experts are split over the tensor group, too, which then exchanges their tokens.
-    ``hidden_input_gradients``: all-reduces of backward run behind weight gradients. ``message_overlap``: pipeline
+    ``softmax_heads``: its fused softmax takes the heads of a micro-batch and rank by so many, and is left out where they are no
+    multiple (Megatron-LM, ``fused_softmax.py``). ``hidden_input_gradients``: all-reduces of backward run behind weight gradients. ``message_overlap``: pipeline
     messages are hidden. ``gradient_bytes``: of an element when it is reduced. ``fused_loss``: cross entropy reads
     16-bit logits and writes their gradient, without a 32-bit copy of either. ``split_optimizer``: its runs shard
     optimizer state over data ranks where they do not say. ``operators``: of which matmuls selective recomputation keeps
@@ -118,6 +121,7 @@ class Stack:
     fused_attention: bool = True
     fused: bool = True
     padded: bool = True
+    softmax_heads: int = 1
     captured: bool = False
     attention_gain: float = 1.0
     fp8_gain: float = 1.0

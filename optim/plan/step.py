@@ -22,7 +22,7 @@ from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.memory import MemoryEstimate, memory_of
 from trine.optim.plan.operators import LayerTimes, Pass, layer_times, repeated_share
 from trine.optim.plan.stages import stage_layers
-from trine.optim.plan.traffic import Traffic, reductions, traffic_of
+from trine.optim.plan.traffic import Traffic, layer_calls, traffic_of
 from trine.optim.plan.waits import Waits, waits_of
 from trine.optim.plan.workload import Convention, Workload
 
@@ -45,10 +45,6 @@ PARTS = (
 )
 
 
-#: What one of the tensor group's collectives takes of the host, in launches of kernels: besides its own kernel, checks, events on
-#: two streams and a node of the graph that autograd keeps. Chosen on the published runs of one node: no fit sets it, and tables
-#: that are left out are not left out of it.
-_COLLECTIVE_LAUNCHES = 12.0
 #: Between the sum of host's and device's time (1) and the longer of both (infinite).
 _ALONGSIDE = 3.0
 
@@ -260,16 +256,19 @@ class _Layer:
         forward, by_input = average("forward_s"), average("input_s")
         by_weight = average("weight_s") * (1 - sizes.frozen)
         again = average("recompute_s")
-        one_s = conditions.launch_s * (1 - conditions.captured)
-        collectives = np.where(layouts["tensor"] > 1, reductions(sizes), 0.0) * _COLLECTIVE_LAUNCHES
-        launch_s = (average("kernels") + collectives) * one_s
+        by_host = 1 - conditions.captured
+        one_s = conditions.launch_s * by_host
+        calls_ahead, calls_behind = (
+            calls * conditions.call_s * by_host for calls in layer_calls(sizes, layouts)
+        )
+        launch_s = average("kernels") * one_s + calls_ahead
         repeats = np.where(forward > 0, again / forward, 0.0)
         ahead = forward + traffic.forward_s
         behind = by_input + by_weight + again + traffic.backward_s
         # The host launches kernels one by one, and is behind for some of a layer and ahead for others: neither the longer of both
-        # nor their sum. Backward launches twice as many kernels, and as many collectives.
+        # nor their sum. Backward launches twice as many kernels.
         repeated = repeated_share(sizes, layouts)
-        launch_behind_s = (average("kernels") * (2 + repeats) + collectives * (1 + repeated)) * one_s
+        launch_behind_s = average("kernels") * (2 + repeats) * one_s + calls_behind + repeated * calls_ahead
         wait_ahead = _longer(launch_s, ahead) - ahead
         wait_behind = _longer(launch_behind_s, behind) - behind
         return cls(

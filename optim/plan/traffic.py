@@ -16,7 +16,7 @@ from trine.optim.plan.ranks import first_elements, stays_gathered
 from trine.optim.plan.tiers import offload_s, optimizer_s
 from trine.optim.plan.waits import Waits
 
-__all__ = ["Traffic", "reductions", "traffic_of"]
+__all__ = ["Traffic", "layer_calls", "traffic_of"]
 
 #: Bytes that an element's compression and decompression move in memory.
 _ENCODING_BYTES = 16.0
@@ -88,6 +88,24 @@ def traffic_of(
 def reductions(sizes: Sizes) -> Column:
     """Of an average layer's forward over its tensor group: after attention and after the feed-forward, which experts do without."""
     return np.asarray(2 - sizes.mixture_layers / sizes.layers)
+
+
+def layer_calls(sizes: Sizes, layouts: Layouts) -> tuple[Column, Column]:
+    """Collectives and messages that an average layer's forward and backward make, each of which the host starts.
+
+    A reduction over the tensor group is one, or a gather and a scatter where the sequence is split, whose backward gathers
+    once more (Korthikanti 2022); a ring passes on keys and values once less than it has ranks, and their gradients with them;
+    experts' tokens go out and come back; under ZeRO 3 a layer is gathered for either and its gradients are scattered.
+    """
+    reduced = np.where(layouts["tensor"] > 1, reductions(sizes), 0.0)
+    is_split = layouts["sequence"] > 0
+    ring = (layouts["context"] - 1).astype(np.float64)
+    routed = 2 * np.where(layouts["expert"] > 1, sizes.mixture_layers / sizes.layers, 0.0)
+    gathered = (layouts["zero_stage"] == 3).astype(np.float64)
+    return (
+        np.asarray(reduced * np.where(is_split, 2, 1) + ring + routed + gathered),
+        np.asarray(reduced * np.where(is_split, 3, 1) + ring + routed + 2 * gathered),
+    )
 
 
 def _tensor(

@@ -156,7 +156,7 @@ def test_an_odd_vocabulary_is_slow_where_nobody_pads_it() -> None:
         layouts = Layouts.of(tensor=tensor, precision=precision)
         return float(layer_times(sizes, conditions, layouts).head.weight_s[0])
 
-    assert head_s(50257, "pytorch") > 2 * head_s(50304, "pytorch")
+    assert head_s(50257, "pytorch") > 1.8 * head_s(50304, "pytorch")
     assert head_s(50257, "megatron-core") < 1.1 * head_s(50304, "megatron-core")
     assert head_s(50257, "pytorch", tensor=2) < head_s(50304, "pytorch")
     # Full precision has no tensor units to leave.

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trine.optim.plan import Bandwidth, Cluster, Layouts, Link, Workload
+from trine.optim.plan.columns import Sizes
 from trine.optim.plan.constants import device_constants, stack_named, stacks
 from trine.optim.plan.devices import device_named
 from trine.optim.plan.step import PARTS, predict, rank_times
+from trine.optim.plan.traffic import layer_calls
 from trine.record.errors import UsageError
 
 GPT = Workload(
@@ -148,12 +150,45 @@ def test_a_host_that_lags_pays_for_its_tensor_collectives_too() -> None:
     # Half the work a rank, but the host has the same kernels to launch, and two all-reduces each way.
     assert found.step_s[1] > found.step_s[0]
     alone = found.parts["compute"] + found.parts["overhead"]
-    calls_s = 48 * 4 * 12 * device_constants("ampere").launch_s
+    calls_s = 48 * 4 * device_constants("ampere").call_s
     assert 0 < alone[1] + found.parts["tensor_communication"][1] - alone[0] < 1.5 * calls_s
     captured = predict(
         small, cluster(), dataclasses.replace(stack_named("megatron-lm-2022"), captured=True), layouts
     )
     assert captured.parts["overhead"][1] == pytest.approx(captured.parts["overhead"][0])
+
+
+def test_what_a_layer_calls_is_counted_for_each_kind_of_group() -> None:
+    dense, mixture = Sizes.of(GPT), Sizes.of(MIXTURE)
+    layouts = Layouts.of(
+        tensor=[1, 2, 2, 1, 1, 1],
+        sequence=[0, 0, 1, 0, 0, 0],
+        context=[1, 1, 1, 4, 1, 1],
+        expert=[1, 1, 1, 1, 1, 8],
+        zero_stage=[0, 0, 0, 0, 3, 0],
+        data=[8, 4, 4, 2, 8, 8],
+    )
+    ahead, behind = layer_calls(dense, layouts)
+    assert ahead.tolist() == [0, 2, 4, 3, 1, 0]
+    assert behind.tolist() == [0, 2, 6, 3, 2, 0]
+    # Two all-to-alls a layer of experts, either way; a reduction after attention alone.
+    ahead, behind = layer_calls(mixture, layouts)
+    assert ahead.tolist() == [0, 1, 2, 3, 1, 2]
+    assert behind.tolist() == [0, 1, 3, 3, 2, 2]
+
+
+def test_softmax_is_not_joined_where_heads_do_not_divide_into_its_kernel() -> None:
+    small = Workload("small", 48, 1024, 16, 4096, 51200, 1024, dropout=True)
+    layouts = Layouts.of(tensor=8, data=1, micro_batch=[1, 2])
+    by_fours, by_ones = (
+        predict(
+            small, cluster(), stack_named("megatron-lm-2021").with_traits(softmax_heads=heads), layouts
+        ).step_s
+        for heads in (4, 1)
+    )
+    # Two heads a rank: one sequence is no multiple of four, two are.
+    assert by_fours[0] > 1.02 * by_ones[0]
+    assert by_fours[1] == by_ones[1]
 
 
 def test_a_pipeline_gathers_its_stage_once_a_step_whatever_the_micro_batches() -> None:
