@@ -19,6 +19,7 @@ from trine.optim.plan.whatif._host_tasks import steps_of_operators
 from trine.optim.plan.whatif._kernel_tasks import steps_of_kernels
 from trine.optim.plan.whatif._phase_tasks import steps_of_phases
 from trine.optim.plan.whatif._steady import WARM_UP, Array, Steady, as_usual, steady_of
+from trine.optim.plan.whatif._windows import completed
 from trine.optim.plan.whatif.graph import LINK, Graph, Pipeline, RankStep, Step, Task
 from trine.record.errors import UsageError
 from trine.record.model import MISSING, Job, Rank, Table
@@ -57,8 +58,9 @@ def part_of(rank: Rank, most_steps: int = MOST_STEPS, finest: bool = True) -> Pa
     """One rank, read. ``finest``: kernels or operators where there are any, else phases alone."""
     found: list[tuple[int, RankStep]] = []
     basis = "phases"
+    parts = [completed(window, rank) for window in rank.windows] or [rank]
     for name, read in (("kernels", steps_of_kernels), ("operators", steps_of_operators)) if finest else ():
-        found = [step for part in (rank.windows or (rank,)) for step in read(part)][:most_steps]
+        found = [step for part in parts for step in read(part)][:most_steps]
         if found:
             basis = name
             break

@@ -11,8 +11,10 @@ import pytest
 from kernel_traces import Call, mm, trace
 
 from trine.optim.plan.whatif import recorded
+from trine.optim.plan.whatif._windows import completed
 from trine.optim.plan.whatif.graph import LINK, Graph, is_pipeline
 from trine.record.errors import UsageError
+from trine.record.model import MISSING, Group, Rank, Strings, Table
 
 
 def communicating(kernel: str, us: float, **arguments: Any) -> Call:
@@ -95,3 +97,44 @@ def test_a_forward_between_two_backwards_is_a_forward(tmp_path: Path) -> None:
     assert phases == ["forward", "forward", "backward", "backward"] * 2
     with pytest.raises(UsageError, match="this step is of several micro-batches"):
         recorded(path).what_if({"checkpointing.mode": "full"})
+
+
+# --- what the record knows of a window's calls --------------------------------------------------------------
+
+
+def calls(strings: Strings, step: int, *rows: tuple[str, str | None, int]) -> dict[str, list[int]]:
+    """Columns of collectives (operation, group, bytes), one after another."""
+    at = [1000 * step + place for place in range(len(rows))]
+    return {
+        "operation": [strings.code(operation) for operation, _, _ in rows],
+        "group": [strings.code(group) for _, group, _ in rows],
+        "bytes": [size for _, _, size in rows],
+        "step": [step] * len(rows),
+        "issued_ns": at,
+        "start_ns": at,
+        "end_ns": at,
+    }
+
+
+def collectives(*steps: Sequence[tuple[str, str | None, int]]) -> Table:
+    strings = Strings()
+    parts = [calls(strings, step, *rows) for step, rows in enumerate(steps)]
+    return Table(
+        "collectives", {name: [each for part in parts for each in part[name]] for name in parts[0]}, strings
+    )
+
+
+def test_a_windows_calls_are_of_the_groups_that_the_record_names() -> None:
+    pair = Group("1", None, "mesh_tensor", (0, 1))
+    window = Rank(0, "", "kineto", Strings(), collectives=collectives(
+        [("all_reduce", None, 8), ("all_gather", None, MISSING)], [("all_reduce", None, 8)], [("all_reduce", "2", 8)],
+    ))  # fmt: skip
+    record = Rank(0, "", "trine", Strings(), groups=(pair,), collectives=collectives(
+        [("all_reduce", "0", 8), ("all_gather", "1", 64)], [("all_reduce", "0", 8), ("all_reduce", "1", 8)],
+        [("all_reduce", "0", 8)],
+    ))  # fmt: skip
+    found = completed(window, record)
+    assert found.collectives is not None and found.groups == (pair,)
+    # Of the second step the record has a call more: whose is whose is not known. The third names its own.
+    assert found.collectives.text("group").tolist() == ["0", "1", None, "2"]
+    assert found.collectives["bytes"].tolist() == [8, 64, 8, 8]

@@ -194,7 +194,7 @@ def test_of_several_micro_batches_the_last_ones_gradients_fill_buckets() -> None
     [
         ({"configuration": {"checkpointing": {"mode": "full"}}}, {"checkpointing.mode": "none"}, "cannot be taken out"),
         ({"configuration": {"zero": {"stage": 3}}}, {"zero.stage": 0}, "cannot be taken out"),
-        ({"data_parallel": {"kind": "fsdp2"}}, {"zero.stage": 0}, "shards its parameters (fsdp2)"),
+        ({"data_parallel": {"kind": "fsdp2"}}, {"communication.bucket_mib": 1}, "by modules (fsdp2), not in buckets"),
         ({"accumulation": 4}, {"accumulation.steps": 1}, "accumulates already"),
         ({"loader": {"workers": 2}}, {"data.workers": 0}, "loads with 2 workers already"),
         ({}, {"checkpointing.mode": "none"}, "checkpointing.mode = none: the run has that by all that its record says"),
@@ -215,6 +215,17 @@ def test_what_leaves_the_step_as_it_is_is_refused(
     with pytest.raises(UsageError, match=re.escape(said)) as caught:
         run(**facts).what_if(change)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"zero.stage": 0}, {"zero.stage": 3}, {"communication.bucket_mib": 1}], ids=str
+)
+def test_parameters_that_are_gathered_are_sharded_already(change: dict[str, object]) -> None:
+    for size in (SIZE, 0):
+        with pytest.raises(UsageError, match="the recorded run gathers its parameters"):
+            with_transfer("forward", "all_gather", size=size).what_if(change)
+    if change != {"zero.stage": 0}:  # statistics of a layer are no parameters
+        assert with_transfer("forward", "all_gather", size=SIZE // 4).what_if(change)
 
 
 def test_gradients_that_are_scattered_are_said_to_be() -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "replaced",
     "replicas",
     "require_exchange",
+    "require_replicas",
     "slowed",
     "transfer",
     "waiting",
@@ -60,6 +61,35 @@ def require_exchange(graph: Graph, key: str) -> None:
     else:
         why = "one rank exchanges nothing: record two or more"
     raise UsageError(f"{key} changes the all-reduce of gradients, and this record has none; {why}")
+
+
+def gathers_parameters(graph: Graph) -> bool:
+    """Whether ranks that share gradients give each other about as much in forward and backward: parameters, of which each has
+    a shard."""
+    tasks = graph.steps[0].ranks[0].tasks
+    group = exchanging(tasks)
+    gathered = [
+        task
+        for task in tasks
+        if task.lane == LINK
+        and task.phase in ("forward", "backward")
+        and "allgather" in task.issued.replace("_", "").lower()
+        and (not group or task.group in ((), group))
+    ]
+    known = sum(task.bytes for task in gathered)
+    return bool(gathered) and (
+        any(not task.bytes for task in gathered)
+        or 2 * known >= sum(task.bytes for task in tasks if is_gradient(task))
+    )
+
+
+def require_replicas(graph: Graph, key: str) -> None:
+    """Raise ``UsageError`` where the recorded run shards its parameters, which cannot be taken out of its steps."""
+    if gathers_parameters(graph):
+        raise UsageError(
+            f"{key}: the recorded run gathers its parameters, of which each rank has a shard, and that cannot be taken out of "
+            "its steps: ask it of a record of plain replicas"
+        )
 
 
 def link_of(graph: Graph, times: OperationTimes, operation: str = "all_reduce") -> Link:

@@ -21,6 +21,7 @@ from trine.optim.plan.whatif.transforms._transfers import (
     link_of,
     replaced,
     require_exchange,
+    require_replicas,
     slowed,
     transfer,
 )
@@ -37,6 +38,8 @@ _DEFAULT_MIB = 25.0
 
 def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the record has no all-reduces, or does not say when gradients were ready."""
+    require_replicas(graph, KEYS[0])
+    _require_buckets(graph)
     require_exchange(graph, KEYS[0])
     require_no_pipeline(graph, KEYS[0])
     wanted = change.config.communication
@@ -55,6 +58,15 @@ def apply(graph: Graph, change: Change) -> Graph:
         return _rebucketed(step, link, cap * _MIB, first * _MIB, overlapped)
 
     return mapped(graph, changed)
+
+
+def _require_buckets(graph: Graph) -> None:
+    kind = str(fact(graph, "data_parallel", "kind"))
+    if kind.startswith("fsdp"):
+        raise UsageError(
+            f"{KEYS[0]}: the recorded run reduces gradients by modules ({kind}), not in buckets: ask it of a record with "
+            "DistributedDataParallel"
+        )
 
 
 def _recorded_mib(graph: Graph) -> float:

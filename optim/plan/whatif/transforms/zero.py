@@ -17,7 +17,6 @@ from trine.optim.plan.whatif.times import Link
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import Block, blocks_of, compute_lane, require_operators
 from trine.optim.plan.whatif.transforms._facts import (
-    fact,
     refuse_neutral,
     require_no_pipeline,
     require_one_microbatch,
@@ -34,6 +33,7 @@ from trine.optim.plan.whatif.transforms._transfers import (
     replaced,
     replicas,
     require_exchange,
+    require_replicas,
     slowed,
     transfer,
     waiting,
@@ -60,7 +60,8 @@ def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the record has no gradients to shard, or links or memory were not calibrated."""
     stage = change.config.zero.stage
     if stage == 0:
-        _require_unsharded(graph)
+        require_plain(graph, KEYS[0])
+        require_replicas(graph, KEYS[0])
         refuse_neutral(graph, change, KEYS)
     _require(graph, change)
     ranks, idle = replicas(graph), link_of(graph, change.times)
@@ -100,20 +101,12 @@ def _noted(graph: Graph, change: Change, again: bool) -> Graph:
     return graph
 
 
-def _require_unsharded(graph: Graph) -> None:
-    kind = str(fact(graph, "data_parallel", "kind"))
-    if kind.startswith("fsdp"):
-        raise UsageError(
-            f"{KEYS[0]}: the recorded run shards its parameters ({kind}), which cannot be taken out of its steps: record a run "
-            "without it"
-        )
-
-
 def _require(graph: Graph, change: Change) -> None:
     """Raises ``UsageError`` where nothing can be said of shards."""
     require_operators(graph.basis, KEYS[0])
-    require_exchange(graph, KEYS[0])
     require_plain(graph, KEYS[0])
+    require_replicas(graph, KEYS[0])
+    require_exchange(graph, KEYS[0])
     require_no_pipeline(graph, KEYS[0])
     require_one_microbatch(graph, KEYS[0])
     if not change.times:
