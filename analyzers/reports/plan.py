@@ -8,7 +8,7 @@ from trine.analyzers.reports.document import Bars, Block, Column, Document, Item
 from trine.analyzers.units import count, duration, percent, size
 from trine.optim.plan.candidates import Candidate
 from trine.optim.plan.cost import Range, RunCost
-from trine.optim.plan.limits import Limit, Limits
+from trine.optim.plan.limits import Limit, Limits, any_words
 from trine.optim.plan.memory import USABLE
 from trine.optim.plan.planning import Plan
 from trine.optim.plan.reasons import layout_words, part_words
@@ -350,7 +350,7 @@ def _thinned(front: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 def _limits(plan: Plan) -> Iterator[Block]:
     items = list(_limit_items("of the best layout", plan.limits))
     if plan.largest is not None:
-        items += _limit_items("of any layout", plan.largest)
+        items += _limit_items(any_words(plan.problem), plan.largest)
     yield Items(tuple(items))
 
 

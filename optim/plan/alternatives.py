@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from trine.optim.plan.candidates import Predictor
-from trine.optim.plan.constraints import has_precision
+from trine.optim.plan.constraints import has_precision, kept
 from trine.optim.plan.cost import Range
 from trine.optim.plan.layouts import DEFAULTS, KINDS, OFFLOADED, Integers, Layouts
 from trine.optim.plan.problem import Problem
-from trine.optim.plan.reasons import lost_by, too_large
+from trine.optim.plan.reasons import host_too_small, lost_by, too_large
 from trine.optim.plan.refusals import broken
+from trine.optim.plan.saving_constraints import SAVINGS, stage_most
 from trine.optim.plan.search import Searcher
 from trine.optim.plan.space import BUCKETS, savings
 
@@ -64,7 +65,7 @@ class Alternative:
 def alternatives(predictor: Predictor, searcher: Searcher, best: Layouts) -> tuple[Alternative, ...]:
     """For every choice that the space has."""
     chosen: list[tuple[str, Layouts]] = list(_beside(searcher.problem, best))
-    own = _with_savings_of(searcher.shapes, best)
+    own = _with_savings_of(searcher, best)
     away = _away(own, best)
     for column in _COLUMNS:
         if column in ("recompute", *OFFLOADED):
@@ -116,20 +117,26 @@ def _described(
     found = []
     for (column, _), other in zip(chosen, others, strict=True):
         peak, layout = other.peak, other.layout
-        fits = peak.value <= problem.capacity_bytes
+        within = peak.value <= problem.capacity_bytes
+        fits = within and other.hosts_hold
         reason = lost_by(other.parts_s, winner.parts_s)
-        if not fits:
+        if not within:
             reason = too_large(peak.value, other.memory_bytes, problem)
+        elif not fits:
+            reason = f"does not fit: {host_too_small(other.host_bytes + other.remote_bytes, problem)}"
         elif column in _NUMERICS:
             reason += ", other numbers"
         found.append(Alternative(column, layout[column], layout, other.step, peak, fits, reason))
     return tuple(found)
 
 
-def _with_savings_of(shapes: Layouts, best: Layouts) -> Layouts:
-    """Shapes that recompute and offload as the best does."""
-    same = {name: int(best[name][0]) for name in ("recompute", "recomputed_layers", *OFFLOADED)}
-    return shapes.with_changes(**same)
+def _with_savings_of(searcher: Searcher, best: Layouts) -> Layouts:
+    """Shapes that recompute and offload as the best does, where they can: of a budget's layers no more than a stage has."""
+    problem, shapes = searcher.problem, searcher.shapes
+    same = {name: int(best[name][0]) for name in ("recompute", *OFFLOADED)}
+    layers = np.minimum(int(best["recomputed_layers"][0]), stage_most(problem, shapes["pipeline"]))
+    alike = shapes.with_changes(**same, recomputed_layers=layers)
+    return alike.take(kept(SAVINGS, problem, alike.columns))
 
 
 def _away(shapes: Layouts, best: Layouts) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

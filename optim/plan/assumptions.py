@@ -84,9 +84,9 @@ def _drives(problem: Problem, best: Candidate) -> list[str]:
     if not on_drives or problem.cluster.nvme is not None:
         return []
     taken = float(Conditions.of(problem.cluster, problem.stack).nvme_per_s[0])
+    unsaid = f"nobody said whether {problem.cluster.name} has drives, nor what they give"
     return [
-        f"{on_drives[0]}=nvme: nobody said whether {problem.cluster.name} has drives, nor what they give: {taken / 1e9:g} GB/s a "
-        "device are taken, and room for all; nvme in the cluster's file"
+        f"{on_drives[0]}=nvme: {unsaid}: {taken / 1e9:g} GB/s a device are taken, and room for all; nvme in the cluster's file"
     ]
 
 

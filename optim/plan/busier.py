@@ -44,9 +44,8 @@ def busier(problem: Problem, layout: Mapping[str, int | str], parts_s: Mapping[s
     more = Layouts.of(**{**layout, "microbatches": int(layout["microbatches"]) * times})
     found = predict(problem.workload, problem.cluster, problem.stack, more)
     shares = np.broadcast_to(found.parts["pipeline_bubble"], len(more)) / found.step_s
-    fits = (
-        memory_of(problem.workload, problem.cluster, problem.stack, more).peak_bytes <= problem.capacity_bytes
-    )
+    needed = memory_of(problem.workload, problem.cluster, problem.stack, more).needed_bytes
+    fits = needed <= problem.capacity_bytes
     rows = np.flatnonzero(fits & (shares <= LARGEST_SHARE))
     if not len(rows):
         return None

@@ -46,6 +46,7 @@ class Candidate:
     host_bytes: float
     disk_bytes: float
     remote_bytes: float
+    hosts_hold: bool
     bound: str
     lost_by: str | None
     beyond: tuple[str, ...]
@@ -89,6 +90,7 @@ class Predictor:
                 host_bytes=float(memory.host_bytes[row]),
                 disk_bytes=float(memory.disk_bytes[row]),
                 remote_bytes=float(memory.remote_bytes[row]),
+                hosts_hold=bool(memory.hosts_hold[row]),
                 bound="",
                 lost_by=None,
                 beyond=self.problem.beyond_the_stack(plain),

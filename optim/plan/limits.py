@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trine.optim.plan.layouts import Layouts
+from trine.optim.plan.layouts import OFFLOADED, Layouts
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.memory_traits import memory_spread
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.search import Searcher
+from trine.optim.plan.space import savings
 
-__all__ = ["Limit", "Limits", "limits_of", "limits_of_any"]
+__all__ = ["Limit", "Limits", "any_words", "limits_of", "limits_of_any"]
 
 #: No more is looked for.
 _MOST_SEQUENCES, _MOST_TOKENS = 2**16, 2**27
@@ -53,10 +54,18 @@ def limits_of(problem: Problem, layout: Layouts) -> Limits:
 
 
 def limits_of_any(searcher: Searcher) -> Limits:
-    """Of all shapes, with whatever recomputation serves, on the devices' own memory."""
-    ones = _distinct(searcher.shapes)
-    unit = searcher.problem.workload.sequence
-    return _limits(searcher.problem, lambda size: _saving(ones.with_changes(micro_batch=size)), unit)
+    """Of all shapes, with whatever recomputation serves; on the devices' own memory but for what pins move elsewhere."""
+    problem = searcher.problem
+    leanest = problem.choices("recompute", ("none", "full"))
+    pins = {"recompute": leanest, **dict.fromkeys(OFFLOADED, (0,)), **problem.pins}
+    every, _ = savings(replace(problem, pins=pins), _distinct(searcher.shapes), ("recompute", *OFFLOADED))
+    return _limits(problem, lambda size: every.with_changes(micro_batch=size), problem.workload.sequence)
+
+
+def any_words(problem: Problem) -> str:
+    """Of which layouts :func:`limits_of_any` is."""
+    moves = any(max(problem.pins.get(column, (0,))) > 0 for column in OFFLOADED)
+    return "of any layout" if moves else "of any layout without offload"
 
 
 def _limits(problem: Problem, of_size: Callable[[int], Layouts], unit: int) -> Limits:
@@ -91,11 +100,6 @@ def _longer(problem: Problem, sequence: int) -> Problem:
     return replace(problem, workload=problem.workload.with_changes(sequence=sequence))
 
 
-def _saving(layouts: Layouts) -> Layouts:
-    """Each as it is, and with all of it recomputed."""
-    return Layouts.joined([layouts, layouts.with_changes(recompute="full", recomputed_layers=0)])
-
-
 def _distinct(shapes: Layouts) -> Layouts:
     """One of all shapes that differ in nothing but how the batch is cut into micro-batches, with the fewest in flight."""
     names = [name for name in shapes.columns if name not in ("micro_batch", "microbatches")]
@@ -107,7 +111,9 @@ def _distinct(shapes: Layouts) -> Layouts:
 
 def _fits(problem: Problem, layouts: Layouts, factor: float) -> Layouts | None:
     """The leanest of these, where it fits with ``factor`` times what is predicted."""
-    found = memory_of(problem.workload, problem.cluster, problem.stack, layouts).peak_bytes
+    if not len(layouts):
+        return None
+    found = memory_of(problem.workload, problem.cluster, problem.stack, layouts).needed_bytes
     least = int(np.argmin(found))
     return layouts.take([least]) if factor * found[least] <= problem.capacity_bytes else None
 

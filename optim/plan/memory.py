@@ -81,6 +81,11 @@ class MemoryEstimate:
     fits: npt.NDArray[np.bool_]
 
     @property
+    def needed_bytes(self) -> Column:
+        """The peak; infinite where hosts do not hold what is moved there, and no device is large enough."""
+        return np.where(self.hosts_hold, self.peak_bytes, np.inf)
+
+    @property
     def low_bytes(self) -> Column:
         """Nine of ten published peaks lay between this and ``high_bytes`` (predicted by constants that they
         had no part in)."""
@@ -131,10 +136,11 @@ def memory_of(
         name: _chosen(list(np.broadcast_arrays(value, none)[0]), place) for name, value in stages.items()
     }
     parts["framework"] = _framework(cluster, traits, layouts)
-    away = {tier: _chosen(list(value), place) for tier, value in state.away.items()}
-    for tier in away:
-        goes = layouts.is_kind("activation_offload", tier)
-        away[tier] = away[tier] + np.where(goes, _chosen(list(moved), place), 0.0)
+    gone = _chosen(list(moved), place)
+    away = {
+        tier: _chosen(list(value), place) + np.where(layouts.is_kind("activation_offload", tier), gone, 0.0)
+        for tier, value in state.away.items()
+    }
     return _estimate(cluster, layouts, parts, _chosen(list(places.rank), place), away)
 
 

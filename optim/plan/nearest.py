@@ -6,17 +6,18 @@ nearest is more of them.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from trine.optim.plan.columns import Column
+from trine.optim.plan.constraints import SAVED
 from trine.optim.plan.layouts import KINDS, OFFLOADED, Layouts
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.plainest import plainest
 from trine.optim.plan.problem import Pins, Problem, divisors
-from trine.optim.plan.reasons import layout_words, too_large
+from trine.optim.plan.reasons import host_too_small, layout_words, too_large
 from trine.optim.plan.search import Found, Searcher
 from trine.optim.plan.space import NothingKept, savings, savings_words, shapes
 from trine.record.errors import UsageError
@@ -38,37 +39,56 @@ def leanest_words(searcher: Searcher) -> str:
     every, _ = savings(searcher.problem, searcher.shapes.take([row]), ("recompute", *OFFLOADED))
     if not len(every):
         return savings_words(searcher.problem, searcher.shapes.take([row]))
-    peaks = searcher.peak_bytes(every)
-    least = int(np.argmin(peaks))
     problem = searcher.problem
-    found = memory_of(problem.workload, problem.cluster, problem.stack, every.take([least]))
-    if not math.isfinite(peaks[least]):
-        host = problem.cluster.host_memory_bytes / 2**30
-        return f"what is offloaded takes {found.host_bytes[0] / 2**30:.0f} of the {host:.0f} GiB of a node's host"
-    categories = {name: float(column[0]) for name, column in found.parts.items()}
-    return f"the leanest layout {too_large(float(peaks[least]), categories, problem)}"
+    found = memory_of(problem.workload, problem.cluster, problem.stack, every)
+    away = found.host_bytes + found.remote_bytes
+    within = found.peak_bytes <= problem.capacity_bytes
+    if within.any():
+        return host_too_small(float(away[within].min()), problem)
+    least = int(np.argmin(found.peak_bytes))
+    categories = {name: float(column[least]) for name, column in found.parts.items()}
+    return f"the leanest layout {too_large(float(found.peak_bytes[least]), categories, problem)}"
 
 
 def _nearest(problem: Problem) -> str:
-    for free in (problem.without_pins(), replace(problem, pins={})):
+    for free in _freed(problem):
         try:
             searcher = Searcher(free, shapes(free))
         except NothingKept:
             continue
-        break
-    else:
-        return _nearest_batch(free)
-    fits = searcher.leanest_bytes <= problem.capacity_bytes
-    if not fits.any():
-        return _more_devices(free)
-    candidates = searcher.shapes.take(fits)
-    near = distance(candidates, problem.pins)
+        found = _near(searcher, problem.pins)
+        if found is not None:
+            return f"nearest that works: {found}"
+        if not SAVED & free.pins.keys():
+            return _more_devices(free)
+    return _nearest_batch(free)
+
+
+def _freed(problem: Problem) -> Iterator[Problem]:
+    """With fewer and fewer pins: what saves memory and what numbers are computed in, that alone, none."""
+    numbers = problem.without_pins()
+    saved = {name: values for name, values in problem.pins.items() if name in SAVED}
+    if saved:
+        layers = saved.get("recomputed_layers")
+        if layers is not None:
+            saved["recomputed_layers"] = tuple(min(count, problem.workload.layers) for count in layers)
+        yield replace(numbers, pins={**numbers.pins, **saved})
+    yield numbers
+    yield replace(problem, pins={})
+
+
+def _near(searcher: Searcher, pins: Pins) -> str | None:
+    """The fastest of those that are nearest to the pins, else of all that fit; None where nothing does."""
+    candidates = searcher.shapes.take(searcher.leanest_bytes <= searcher.problem.capacity_bytes)
+    if not len(candidates):
+        return None
+    near = distance(candidates, pins)
     for limit in (near.min(), np.inf):
-        searcher = Searcher(free, candidates.take(near <= limit + 1e-9))
-        found = searcher.fastest(1)
+        nearest = Searcher(searcher.problem, candidates.take(near <= limit + 1e-9))
+        found = nearest.fastest(1)
         if len(found.step_s):
-            return f"nearest that works: {_spelled(searcher, found)}"
-    return _more_devices(free)
+            return _spelled(nearest, found)
+    return None
 
 
 def _spelled(searcher: Searcher, found: Found) -> str:

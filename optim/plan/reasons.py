@@ -13,7 +13,16 @@ from trine.optim.plan.layouts import DEFAULTS, KINDS, OFFLOADED
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.units import spell_bytes
 
-__all__ = ["SAME", "batch_words", "bound_by", "layout_words", "lost_by", "part_words", "too_large"]
+__all__ = [
+    "SAME",
+    "batch_words",
+    "bound_by",
+    "host_too_small",
+    "layout_words",
+    "lost_by",
+    "part_words",
+    "too_large",
+]
 
 #: Losses below this share of the best's step are none.
 SAME = 0.001
@@ -55,6 +64,12 @@ def too_large(peak_bytes: float, categories: Mapping[str, float], problem: Probl
     if needed.partition(" ")[2] == room.partition(" ")[2]:
         needed = needed.partition(" ")[0]
     return f"does not fit: {needed} of {room}, {largest} {spell_bytes(categories[largest])}"
+
+
+def host_too_small(bytes_away: float, problem: Problem) -> str:
+    """What is moved to hosts, of a node, and what it has."""
+    taken, room = (round(value / 2**30) for value in (bytes_away, problem.cluster.host_memory_bytes))
+    return f"what is offloaded takes {taken:,} of the {room:,} GiB of a node's host"
 
 
 def _percent(share: float) -> str:

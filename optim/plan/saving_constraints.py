@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from trine.optim.plan.layouts import OFFLOADED, OFFLOADS, RECOMPUTATIONS
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.refusals import Rule, broken, broken_words
 
-__all__ = ["OFFLOADS_ALONE", "SAVINGS"]
+__all__ = ["OFFLOADS_ALONE", "SAVINGS", "stage_most"]
 
 
 def _offload(problem: Problem, rows: Rows) -> Mask:
@@ -35,9 +36,14 @@ def _host_words(problem: Problem, row: Mapping[str, int]) -> str:
     return f"{column}=cpu frees nothing: {problem.cluster.device.name} is a processor, and the host's memory is its own"
 
 
+def stage_most(problem: Problem, pipeline: Any) -> Any:
+    """Layers of the fullest stage of so many: a budget recomputes no more."""
+    return -(-problem.workload.layers // pipeline)
+
+
 def _budget(problem: Problem, rows: Rows) -> Mask:
     is_budget = rows["recompute"] == RECOMPUTATIONS.index("budget")
-    most = -(-problem.workload.layers // rows["pipeline"])
+    most = stage_most(problem, rows["pipeline"])
     within = (rows["recomputed_layers"] >= 1) & (rows["recomputed_layers"] <= most)
     return np.asarray(np.where(is_budget, within, rows["recomputed_layers"] == 0))
 
@@ -45,7 +51,7 @@ def _budget(problem: Problem, rows: Rows) -> Mask:
 def _budget_words(problem: Problem, row: Mapping[str, int]) -> str:
     if row["recompute"] != RECOMPUTATIONS.index("budget"):
         return f"recomputed_layers {row['recomputed_layers']} needs recompute=budget"
-    most = -(-problem.workload.layers // row["pipeline"])
+    most = stage_most(problem, row["pipeline"])
     return (
         f"recompute=budget needs recomputed_layers from 1 to a stage's {most}, not {row['recomputed_layers']}"
     )

@@ -109,7 +109,7 @@ class Searcher:
 
     def peak_bytes(self, layouts: Layouts) -> Column:
         """Of every layout; infinite where hosts do not hold what is moved there."""
-        return self._in_pieces(layouts, lambda piece: self._peak(self._memory(piece)))
+        return self._in_pieces(layouts, lambda piece: self._memory(piece).needed_bytes)
 
     def _device_bytes(self, layouts: Layouts) -> Column:
         """Whatever hosts hold: a child that offloads less may fit there."""
@@ -120,9 +120,6 @@ class Searcher:
 
     def _memory(self, layouts: Layouts) -> MemoryEstimate:
         return memory_of(self.problem.workload, self.problem.cluster, self.problem.stack, layouts)
-
-    def _peak(self, found: MemoryEstimate) -> Column:
-        return np.where(found.hosts_hold, found.peak_bytes, np.inf)
 
     def _in_pieces(self, layouts: Layouts, function: Callable[[Layouts], Column]) -> Column:
         begin = time.process_time()

@@ -36,7 +36,7 @@ from trine.optim.plan.layouts import (
 )
 from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.problem import Problem, divisors
-from trine.optim.plan.saving_constraints import OFFLOADS_ALONE, SAVINGS
+from trine.optim.plan.saving_constraints import OFFLOADS_ALONE, SAVINGS, stage_most
 from trine.optim.plan.waits import WIRE_BYTES
 
 __all__ = ["BUCKETS", "NothingKept", "saving_choices", "savings", "savings_words", "shapes"]
@@ -176,7 +176,8 @@ def _precisions(problem: Problem) -> tuple[str, ...]:
         return tuple(name for name in known if not (both and name == "fp32"))
     first = ("fp32",) if problem.cluster.device.is_processor else ()
     usual = (*first, problem.stack.precision, "bf16", "fp16", "fp32")
-    return (next((name for name in usual if name in known), problem.stack.precision),)
+    # Of a device that has nothing of what the software offers, the constraint says so.
+    return (next((name for name in usual if name in known and name in offered), offered[0]),)
 
 
 def _with_shard_groups(problem: Problem, rows: Rows) -> Rows:
@@ -256,7 +257,7 @@ def _budgets(problem: Problem, rows: Rows) -> Rows:
         some.pop("recomputed_layers")
         pieces.append(_times(some, {"recomputed_layers": problem.pins["recomputed_layers"]}))
     else:
-        own = -(-problem.workload.layers // some["pipeline"])
+        own = stage_most(problem, some["pipeline"])
         last = np.zeros_like(own)
         for part in _BUDGETS:
             layers = np.maximum(np.rint(own * part).astype(np.int64), 1)

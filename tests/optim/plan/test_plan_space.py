@@ -256,6 +256,50 @@ def test_a_pin_that_makes_it_too_large_names_a_layout_without_it() -> None:
     assert "does not fit" in str(caught.value) and "nearest that works" in str(caught.value)
 
 
+def test_what_hosts_do_not_hold_is_said_of_hosts() -> None:
+    small = cluster(4.0, host_memory_bytes=2**30)
+    with pytest.raises(
+        UsageError, match=r"what is offloaded takes [0-9]+ of the 1 GiB of a node's host; nearest"
+    ):
+        plan(DENSE, small, global_batch=8, stack="deepspeed")
+
+
+def test_the_nearest_keeps_pins_of_what_saves_memory() -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(DENSE, cluster(), global_batch=8, pins=["recomputed_layers=40"])
+    assert str(caught.value).endswith("recompute budget 4 layers") and "not 40; nearest" in str(caught.value)
+    with pytest.raises(
+        UsageError, match=r"needs zero_stage 3.*nearest that works: .*ZeRO 3.*parameter on cpu"
+    ):
+        plan(
+            DENSE,
+            cluster(),
+            global_batch=8,
+            stack="deepspeed",
+            pins=["parameter_offload=cpu", "zero_stage=1"],
+        )
+
+
+@pytest.mark.parametrize(
+    ("stack", "precisions", "chosen"),
+    [("megatron-lm-2020", ("bf16", "fp16"), "fp16"), ("torchtitan", ("fp16", "fp32"), "fp32")],
+)
+def test_precision_is_one_that_the_software_and_the_device_have(
+    stack: str, precisions: tuple[str, ...], chosen: str
+) -> None:
+    asked = problem(stack=stack)
+    device = asked.cluster.device.with_changes(flops_per_s=dict.fromkeys(precisions, 1e14))
+    node = asked.cluster.with_changes(device=device)
+    assert plan(DENSE, node, global_batch=8, stack=stack, top=1).best.layout["precision"] == chosen
+
+
+def test_a_device_without_any_precision_of_the_software_is_named() -> None:
+    asked = problem(stack="megatron-lm-2020")
+    device = asked.cluster.device.with_changes(flops_per_s={"bf16": 1e14})
+    with pytest.raises(UsageError, match="test device has no peak for precision fp32: it has bf16"):
+        plan(DENSE, asked.cluster.with_changes(device=device), global_batch=8, stack="megatron-lm-2020")
+
+
 def test_a_batch_that_nothing_divides_names_the_nearest_one() -> None:
     # 8 micro-batches of one for four stages alone; a batch of 1 over 3 nodes of two has nothing that divides.
     few = DENSE.with_changes(layers=1, heads=1, kv_heads=1, head_size=2048, sequence=5)

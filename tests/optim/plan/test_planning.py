@@ -12,8 +12,9 @@ from hypothesis import strategies as some
 from plan_problems import DENSE, MIXTURE, cluster, problem
 
 import trine
-from trine.optim.plan.layouts import Layouts
-from trine.optim.plan.limits import limits_of
+from trine.optim.plan.constraints import kept
+from trine.optim.plan.layouts import DEFAULTS, Layouts
+from trine.optim.plan.limits import any_words, limits_of
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.memory_traits import memory_spread
 from trine.optim.plan.pareto import Staircase, front
@@ -21,6 +22,7 @@ from trine.optim.plan.plan_json import plan_to_dict
 from trine.optim.plan.planning import Plan, plan
 from trine.optim.plan.reasons import bound_by, layout_words, lost_by, too_large
 from trine.optim.plan.refine import idle_of, work_of
+from trine.optim.plan.saving_constraints import SAVINGS
 from trine.optim.plan.splits import padded_vocabulary, splits_of
 from trine.optim.plan.stages import stage_counts, stage_layers
 from trine.optim.plan.step import predict, rank_times
@@ -75,6 +77,59 @@ def test_alternatives_change_what_they_say(tight: Plan) -> None:
         assert one.reason.endswith("other numbers") == (
             one.fits and one.column in ("precision", "compression")
         )
+
+
+def test_alternatives_can_be(tight: Plan) -> None:
+    """Each keeps what offload and recomputation ask for, and fits hosts as well as devices, or says that it does not."""
+    moved = plan(
+        DENSE, cluster(6.0), global_batch=64, stack="deepspeed", top=1, pins=["parameter_offload=cpu"]
+    )
+    some_layers = plan(
+        DENSE, cluster(6.0), global_batch=64, stack="torchtitan", top=1, pins=["recompute=budget"]
+    )
+    for found in (tight, moved, some_layers):
+        layouts = Layouts.of(**{name: [one.layout[name] for one in found.alternatives] for name in DEFAULTS})
+        assert len(layouts) and kept(SAVINGS, found.problem, layouts.columns).all()
+    assert not any(one.column == "zero_stage" for one in moved.alternatives)  # 3 is what moves parameters
+    assert any(one.column == "pipeline" for one in some_layers.alternatives)
+
+
+def test_hosts_that_hold_no_more_limit_alternatives_and_the_largest_that_fits() -> None:
+    asked: dict[str, Any] = {
+        "global_batch": 64,
+        "stack": "trine",
+        "top": 1,
+        "pins": ["recompute=none", "activation_offload=cpu", "tensor=1", "context=1", "micro_batch=1,2,4,8"],
+        "largest": True,
+    }
+    roomy = plan(DENSE, cluster(8.0), **asked)
+    host = int(roomy.best.host_bytes * 1.05)
+    full = plan(DENSE, cluster(8.0, host_memory_bytes=host), **asked)
+    assert full.best.hosts_hold and full.best.host_bytes <= host
+    for limits in (full.limits, full.largest):
+        assert limits is not None and limits.micro_batch is not None
+        found = memory_of(
+            DENSE,
+            full.problem.cluster,
+            full.problem.stack,
+            Layouts.of(**{**limits.micro_batch.layout, "micro_batch": limits.micro_batch.value}),
+        )
+        assert found.hosts_hold[0]
+    overfull = [one for one in full.alternatives if "of a node's host" in one.reason]
+    assert overfull and not any(one.fits for one in overfull)
+    assert all(one.reason.startswith("does not fit: what is offloaded takes ") for one in overfull)
+
+
+def test_the_largest_of_any_layout_is_without_offload_unless_it_is_pinned() -> None:
+    asked: dict[str, Any] = {"global_batch": 8, "stack": "deepspeed", "top": 1, "largest": True}
+    device = cluster(4.0)
+    plain, pinned = (plan(DENSE, device, pins=pins, **asked) for pins in ([], ["optimizer_offload=cpu"]))
+    assert plain.best.layout["optimizer_offload"] == "cpu"
+    assert plain.largest is not None and plain.largest.micro_batch is None
+    assert any_words(plain.problem) == "of any layout without offload"
+    assert pinned.largest is not None and pinned.largest.micro_batch is not None
+    assert pinned.largest.micro_batch.layout["optimizer_offload"] == "cpu"
+    assert any_words(pinned.problem) == "of any layout"
 
 
 def test_of_a_number_only_its_neighbours_are_shown(tight: Plan) -> None:
