@@ -10,16 +10,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from trine.optim.plan.columns import Column, Conditions, Sizes
-from trine.optim.plan.layouts import Layouts
+from trine.optim.plan.layouts import COMPRESSIONS, Layouts
 from trine.optim.plan.operators import LayerTimes, repeated_share
 from trine.optim.plan.ranks import first_elements, stays_gathered
 from trine.optim.plan.tiers import offload_s, optimizer_s
 from trine.optim.plan.waits import Waits
 
-__all__ = ["Traffic", "layer_calls", "traffic_of"]
+__all__ = ["CODE_BYTES", "Traffic", "layer_calls", "traffic_of"]
 
-#: Bytes that an element's compression and decompression move in memory.
-_ENCODING_BYTES = 16.0
+#: Bytes that an element's compression, averaging and decompression read and write in memory, by code, over eight ranks
+#: (``benchmarks/codec_traffic.py`` counts the operators of our own codes, which no kernel joins).
+CODE_BYTES = {
+    "none": 0.0,
+    "bf16": 24.0,
+    "fp16": 24.0,
+    "int8": 215.0,
+    "qsgd": 159.0,
+    "powersgd": 126.0,
+    "onebit": 244.0,
+    "terngrad": 188.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +169,8 @@ def _gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Wa
     """Exposed synchronisation of a step."""
     found = waits.gradients.reached_s(conditions) + waits.expert_gradients.reached_s(conditions)
     shared, experts = first_elements(sizes, conditions, layouts)
-    encoding = (shared + experts) * _ENCODING_BYTES / conditions.memory_per_s / conditions.memory
-    encoding = np.where(layouts["compression"] > 0, encoding, 0.0)
+    code_bytes = np.asarray([CODE_BYTES[name] for name in COMPRESSIONS])[layouts["compression"]]
+    encoding = (shared + experts) * code_bytes / conditions.memory_per_s / conditions.memory
     exposed = np.maximum(np.minimum(conditions.exposed, 1.0), waits.last_bucket)
     found = exposed * found + encoding + waits.table.reached_s(conditions)
     return found * (1 - sizes.frozen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
+import codec_traffic
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from trine.optim.plan.columns import Sizes
 from trine.optim.plan.constants import device_constants, stack_named, stacks
 from trine.optim.plan.devices import device_named
 from trine.optim.plan.step import PARTS, predict, rank_times
-from trine.optim.plan.traffic import layer_calls
+from trine.optim.plan.traffic import CODE_BYTES, layer_calls
 from trine.record.errors import UsageError
 
 GPT = Workload(
@@ -203,10 +204,19 @@ def test_a_pipeline_gathers_its_stage_once_a_step_whatever_the_micro_batches() -
 
 
 def test_compression_sends_less_and_costs_memory() -> None:
-    layouts = Layouts.of(data=64, compression=["none", "int8"])
-    plain, small = step(layouts, stack="llm-foundry").parts["exposed_gradients"]
-    # A quarter of the bytes, and encoding them.
+    layouts = Layouts.of(data=64, compression=["none", "int8", "bf16"])
+    plain, small, half = step(layouts, stack="llm-foundry", between=10.0).parts["exposed_gradients"]
+    # A quarter of the bytes, and encoding them; half of them, and two casts.
     assert 0.25 * plain < small < 0.6 * plain
+    assert 0.5 * plain < half < 0.55 * plain
+    # Over a network as fast as encoding is slow, it costs more than it saves.
+    plain, small, _ = step(layouts, stack="llm-foundry", between=200.0).parts["exposed_gradients"]
+    assert small > plain
+
+
+@pytest.mark.parametrize("code", sorted(set(CODE_BYTES) - {"none"}))
+def test_what_codes_move_is_what_ours_move(code: str) -> None:
+    assert CODE_BYTES[code] == pytest.approx(codec_traffic.bytes_an_element(code), rel=0.01)
 
 
 def test_experts_meet_all_to_alls_and_launches() -> None:
