@@ -61,8 +61,34 @@ def reduce_on_dask(
         def submit(source: RankSource) -> Any:
             return client.submit(_reduce, source, selection, pure=False, retries=0)
 
-        futures = {submit(source): source for source in sources}
-        yield from _collected(distributed, client, futures, submit, timeout_s)
+        def collect(some: Sequence[RankSource]) -> Iterator[tuple[RankSource, Outcome]]:
+            futures = {submit(source): source for source in some}
+            return _collected(distributed, client, futures, submit, timeout_s)
+
+        yield from _each_for_itself(collect, sources)
+
+
+class _WorkerDied(UnreadableInput):
+    """Every worker that a rank was given to died, be it by this rank or by one that was given to them beside it."""
+
+
+def _each_for_itself(
+    collect: Callable[[Sequence[RankSource]], Iterator[tuple[RankSource, Outcome]]],
+    sources: Sequence[RankSource],
+) -> Iterator[tuple[RankSource, Outcome]]:
+    """Outcomes in which no rank answers for another: Dask blames whatever a worker held when it died, so of several
+    that were blamed each is read again with nothing beside it."""
+    blamed: list[tuple[RankSource, Outcome]] = []
+    for source, outcome in collect(sources):
+        if isinstance(outcome, _WorkerDied):
+            blamed.append((source, outcome))
+        else:
+            yield source, outcome
+    if len(blamed) < 2:
+        yield from blamed
+        return
+    for source, _ in blamed:
+        yield from collect([source])
 
 
 def _reduce(source: RankSource, selection: Selection) -> Outcome:
@@ -242,7 +268,7 @@ def _outcome(future: Any, source: RankSource) -> Outcome:
     if isinstance(error, TrineError):
         return error
     if type(error).__name__ == "KilledWorker":
-        return UnreadableInput(
+        return _WorkerDied(
             f"{source.name}: every Dask worker that read it died, perhaps for want of memory; "
             "give workers more of it and one thread each (--nthreads 1)"
         )

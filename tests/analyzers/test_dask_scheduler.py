@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pool_readers
@@ -81,14 +82,14 @@ def empty_cluster() -> Iterator[str]:
         end(process)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A scheduler and two workers, restarted by their nannies when they die."""
+@contextmanager
+def restarting(tmp_path_factory: pytest.TempPathFactory, count: int) -> Iterator[str]:
+    """A scheduler and workers, restarted by their nannies when they die."""
     process = start("dask_scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard")
     workers: list[subprocess.Popen[str]] = []
     try:
         address = said(process, r"Scheduler at:\s+(tcp://\S+)")
-        for number in range(2):
+        for number in range(count):
             folder = tmp_path_factory.mktemp(f"worker{number}")
             workers.append(worker(address, folder, "--nanny"))
         for one in workers:
@@ -104,6 +105,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 one.kill()
         end(*workers, process)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with restarting(tmp_path_factory, 2) as address:
+        yield address
+
+
+@pytest.fixture
+def lone_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with restarting(tmp_path_factory, 1) as address:
+        yield address
 
 
 def job_of(*readers: object, path: Path) -> Job:
@@ -122,6 +135,17 @@ def test_the_command(cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture
         written(tmp_path / f"rank{rank}.json", small(rank, 3))
     assert main(["analyze", str(tmp_path), "--scheduler", cluster, "--format", "json"]) == 0
     assert '"missing_ranks": []' in capsys.readouterr().out
+
+
+def test_a_rank_that_waits_beside_one_that_kills_their_worker_is_not_blamed(
+    lone_cluster: str, tmp_path: Path
+) -> None:
+    """One worker is given both at once, and Dask counts its death against both."""
+    job = job_of(pool_readers.read_killed, pool_readers.read_plain, path=tmp_path)
+    analysis = analyze(job, scheduler=lone_cluster)
+    assert [rank.rank for rank in analysis.ranks] == [1]
+    notes = {note.rank: note.message for note in analysis.data_quality if note.id == "unreadable-rank"}
+    assert list(notes) == [0] and "died" in notes[0]
 
 
 def test_a_rank_that_cannot_be_read_or_kills_its_worker_costs_itself_alone(
