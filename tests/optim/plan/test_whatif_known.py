@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from whatif_steps import LAUNCH_S, RATES, calibration, product, run, run_on_device
 
+from trine.optim.plan.whatif import recorded
 from trine.optim.plan.whatif.graph import HOST, Task
 from trine.optim.plan.whatif.operators import Operator, Product, operator_of
 from trine.optim.plan.whatif.predict import Recorded, replayed
@@ -189,3 +190,53 @@ def test_ranks_with_other_threads_take_the_nearest_calibration_and_say_so(
         answer = replayed(graph, found.steady).what_if(BF16)
         notes = [note for note in answer.notes if "calibrated with" in note]
         assert len(notes) == (near is not None) and all(near in note for note in notes if near)
+
+
+@pytest.mark.parametrize(
+    ("facts", "change", "said"),
+    [
+        ({}, {"precision.dtype": "fp32"}, "so nothing would change"),
+        (
+            {},
+            {"precision.loss_scale": 1024.0},
+            "precision.loss_scale: changes nothing without precision.dtype",
+        ),
+        (
+            {"precision": {"autocast_dtype": "bfloat16"}},
+            {"precision.dtype": "fp32"},
+            "computes in bfloat16 already",
+        ),
+        ({}, {"compute.compile": False}, "so nothing would change"),
+        ({"compile": True}, {"compute.compile": False}, "the recorded run is compiled already"),
+        ({}, {"communication.compression": "none"}, "so nothing would change"),
+        (
+            {"configuration": {"communication": {"compression": "int8"}}},
+            {"communication.compression": "none"},
+            "has communication.compression = int8 already",
+        ),
+    ],
+)
+def test_what_is_undone_or_changes_nothing_is_refused(
+    facts: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)) as caught:
+        run(**facts).what_if(change)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trace_finds_its_devices_calibration(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINE_CACHE", str(tmp_path))
+    peaks = calibration()._peaks
+    assert peaks is not None
+    traces = data / "traces" / "kineto" / "single"
+    store_calibration(replace(peaks, name="Tesla V100-DGXS-32GB", threads=None))
+    store_calibration(replace(peaks, name="Tesla V100-SXM2-32GB", threads=None))
+    assert recorded(traces / "torch1.9_resnet50_workers0.json.gz").times
+    # One without shapes has no answer, where it had one of exactly no gain.
+    blank = recorded(traces / "v100_ns_resolution.json.gz")
+    assert blank.times
+    for change in (BF16, {"compute.compile": "blocks"}, {"accumulation.steps": 2}):
+        with pytest.raises(UsageError, match="does not say which of its work is a matrix product"):
+            blank.what_if(change)

@@ -16,6 +16,7 @@ from trine.optim.plan.whatif.operators import ARITHMETIC
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
+from trine.optim.plan.whatif.transforms._facts import refuse_neutral
 from trine.optim.plan.whatif.transforms._known import with_known_work
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
 from trine.record.errors import UsageError
@@ -33,13 +34,13 @@ _REDUCTIONS = frozenset({"softmax", "softmax_backward", "layer_norm", "layer_nor
 
 def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the record holds no operators or memory was not calibrated."""
+    if graph.facts.get("compile"):
+        raise UsageError("compute.compile: the recorded run is compiled already: record one that is not")
     if change.config.compute.compile is False:
-        return graph
+        refuse_neutral(graph, change, KEYS)
     require_operators(graph.basis, KEYS[0])
     if not change.times:
         raise UsageError("compute.compile: this machine is not calibrated: run trine hardware --calibrate")
-    if graph.facts.get("compile"):
-        raise UsageError("compute.compile: the recorded run is compiled already")
     graph = with_known_work(graph, KEYS[0])
     joined = mapped(graph, lambda step: _compiled(step, change.times))
     if not any(task.name == COMPILED for each in joined.steps[0].ranks for task in each.tasks):

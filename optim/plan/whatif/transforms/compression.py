@@ -13,7 +13,7 @@ from dataclasses import replace
 from trine.optim.config import CODECS
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.transforms import Change
-from trine.optim.plan.whatif.transforms._facts import require_plain
+from trine.optim.plan.whatif.transforms._facts import refuse_neutral, require_plain
 from trine.optim.plan.whatif.transforms._transfers import contention, is_gradient, link_of, require_exchange
 
 __all__ = ["KEYS", "ORDER", "apply"]
@@ -27,7 +27,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the record has no all-reduces or the codec was not calibrated."""
     name = change.config.communication.compression
     if name == "none":
-        return graph
+        refuse_neutral(graph, change, KEYS)
     require_exchange(graph, KEYS[0])
     require_plain(graph, KEYS[0])
     link = link_of(graph, change.times)

@@ -17,7 +17,7 @@ from trine.optim.plan.whatif.operators import DTYPE_BYTES, Operator
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
-from trine.optim.plan.whatif.transforms._facts import fact
+from trine.optim.plan.whatif.transforms._facts import fact, refuse_neutral
 from trine.optim.plan.whatif.transforms._known import with_known_work
 from trine.optim.plan.whatif.transforms._launches import with_launches
 from trine.optim.plan.whatif.transforms._pace import Pace, pace_of
@@ -61,11 +61,11 @@ class _Flow:
 def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the dtype was not calibrated, or the record holds no operators."""
     low = change.config.precision.dtype
-    if low in (None, "fp32"):
-        return graph
     require_operators(graph.basis, KEYS[0])
-    assert low is not None
     _require_wide(graph)
+    if low in (None, "fp32"):
+        refuse_neutral(graph, change, KEYS)
+    assert low is not None
     graph = with_known_work(graph, KEYS[0])
     if not change.times.has(low):
         raise UsageError(_not_calibrated(low, change.times))
