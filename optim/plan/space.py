@@ -37,6 +37,7 @@ from trine.optim.plan.layouts import (
 from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.problem import Problem, divisors
 from trine.optim.plan.saving_constraints import OFFLOADS_ALONE, SAVINGS, stage_most
+from trine.optim.plan.traffic import CODE_BYTES
 from trine.optim.plan.waits import WIRE_BYTES
 
 __all__ = ["BUCKETS", "NothingKept", "saving_choices", "savings", "savings_words", "shapes"]
@@ -152,12 +153,21 @@ def _choices(problem: Problem, rows: Rows) -> Rows:
 
 
 def _compressions(problem: Problem) -> tuple[str, ...]:
-    """None; where they are searched, the one of the software's that sends the fewest bytes, too: no other is ever faster."""
+    """None; where they are searched, also those of the software's that no other beats in what it sends and in what it moves."""
     if "compression" not in problem.searched:
         return ("none",)
-    sizes = {name: WIRE_BYTES[name] for name in problem.abilities.choices["compression"]}
-    fewest = sorted((size, name) for name, size in sizes.items() if size is not None)
-    return ("none", *(name for _, name in fewest[:1]))
+    offered = [name for name in problem.abilities.choices["compression"] if WIRE_BYTES[name] is not None]
+    costs = {name: (WIRE_BYTES[name] or 0.0, CODE_BYTES[name]) for name in offered}
+
+    def is_beaten(name: str) -> bool:
+        sent, moved = costs[name]
+        return any(
+            wire <= sent and code <= moved and ((wire, code) != (sent, moved) or other < name)
+            for other, (wire, code) in costs.items()
+            if other != name
+        )
+
+    return ("none", *sorted(name for name in offered if not is_beaten(name)))
 
 
 def _buckets(problem: Problem) -> tuple[int, ...]:

@@ -100,6 +100,7 @@ ORDINARY = frozenset(
         "tables",
         "paper",
         "benchmarks",
+        "examples",
         "performance",
         "scripts",
         "train",
