@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from trine.analyzers._tabular import Columns, Tabular
-from trine.optim.plan.whatif import Recorded, WhatIf, replayed
+from trine.optim.plan.whatif import Interval, Recorded, WhatIf, replayed
 from trine.optim.plan.whatif.build import MOST_RANKS, Part, joined, part_of
 from trine.record.errors import UsageError
 from trine.record.model import Rank
@@ -174,10 +174,12 @@ def _answer(run: Recorded, change: Mapping[str, Any]) -> Answer | None:
     words = ", ".join(
         f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in change.items()
     )
-    times = [
-        _ns(getattr(part, name)) for part in (found.predicted, found.gain) for name in ("low", "mid", "high")
-    ]
-    return Answer(words, *times, notes=tuple(note for note in found.notes if note not in run.graph.notes))
+    own = tuple(note for note in found.notes if note not in run.graph.notes)
+    return Answer(words, *_interval_ns(found.predicted), *_interval_ns(found.gain), notes=own)
+
+
+def _interval_ns(found: Interval) -> tuple[int, int, int]:
+    return _ns(found.low), _ns(found.mid), _ns(found.high)
 
 
 def _ns(seconds: float) -> int:

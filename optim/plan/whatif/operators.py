@@ -152,8 +152,9 @@ def operator_of(name: str, shapes: str | None, types: str | None) -> Operator:
     dtype = _dtype(types)
     product = _product(name, sizes)
     if product is not None:
-        work = "convolution" if name in _CONVOLUTION else "product"
-        return Operator("product", work, product, elements, dtype)
+        return Operator(
+            "product", "convolution" if name in _CONVOLUTION else "product", product, elements, dtype
+        )
     work = _MEMORY.get(name)
     if work is not None and shapes:
         return Operator("memory", work, None, elements, dtype)

@@ -197,11 +197,6 @@ def test_ranks_with_other_threads_take_the_nearest_calibration_and_say_so(
     [
         ({}, {"precision.dtype": "fp32"}, "so nothing would change"),
         (
-            {},
-            {"precision.loss_scale": 1024.0},
-            "precision.loss_scale: changes nothing without precision.dtype",
-        ),
-        (
             {"precision": {"autocast_dtype": "bfloat16"}},
             {"precision.dtype": "fp32"},
             "computes in bfloat16 already",
