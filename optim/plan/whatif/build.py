@@ -8,7 +8,7 @@ what changes single operators cannot be said.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from trine.optim.plan.whatif._kernel_tasks import steps_of_kernels
 from trine.optim.plan.whatif._phase_tasks import steps_of_phases
 from trine.optim.plan.whatif._steady import WARM_UP, Array, Steady, as_usual, steady_of
 from trine.optim.plan.whatif._windows import completed
-from trine.optim.plan.whatif.graph import LINK, Graph, Pipeline, RankStep, Step, Task
+from trine.optim.plan.whatif.graph import LEAST_BYTES, LINK, Graph, Pipeline, RankStep, Step, Task
 from trine.record.errors import UsageError
 from trine.record.model import MISSING, Job, Rank, Table
 
@@ -32,8 +32,6 @@ MOST_STEPS = 6
 MOST_RANKS = 16
 #: What tasks are, the finest first.
 _BASES = ("kernels", "operators", "phases")
-#: Smaller all-reduces are of flags and counts, not of gradients.
-LEAST_GRADIENT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ def joined(parts: Sequence[Part], world: int | None, name: str) -> tuple[Graph, 
     """
     basis = min((part.basis for part in parts), key=_BASES.index, default="phases")
     chosen = [part for part in parts if part.basis == basis]
-    steps = _joined([part.steps for part in chosen])
+    steps = _joined([part.steps for part in chosen], [part.steps for part in parts if part.basis != basis])
     if not steps:
         raise UsageError(
             f"{name} holds no whole step of every rank to replay: record a few steps with trine.profile, or give traces "
@@ -168,10 +166,16 @@ def joined(parts: Sequence[Part], world: int | None, name: str) -> tuple[Graph, 
     if basis == "phases":
         graph = graph.with_note("no deep window: phases and collectives only, nothing of single operators")
     if len(chosen) < world:
-        graph = graph.with_note(f"{len(chosen)} of {world} ranks: transfers may hold waiting for the others")
+        heard = len(parts) == world and all(_has_transfers(part) for part in parts)
+        words = "of the others their collectives" if heard else "transfers may hold waiting for the others"
+        graph = graph.with_note(f"{len(chosen)} of {world} ranks: {words}")
     profiled = frozenset[int]().union(*(part.profiled for part in parts))
     steady = steady_of([part.table for part in chosen], profiled)
     return as_usual(graph, steady), steady
+
+
+def _has_transfers(part: Part) -> bool:
+    return any(task.lane == LINK for _, step in part.steps for task in step.tasks)
 
 
 def _hosts(parts: Sequence[Part], world: int) -> int | None:
@@ -194,27 +198,38 @@ def _samples(parts: Sequence[Part]) -> int | None:
     return int(np.median(together)) if len(together) else None
 
 
-def _joined(by_rank: Sequence[Sequence[tuple[int, RankStep]]]) -> list[Step]:
-    """Steps that every rank has, with the collectives that every rank entered."""
+def _joined(
+    by_rank: Sequence[Sequence[tuple[int, RankStep]]], others: Sequence[Sequence[tuple[int, RankStep]]] = ()
+) -> list[Step]:
+    """Steps that every rank has, with the collectives that every rank entered; of ``others`` their times alone are taken."""
     found = []
     for index, _ in by_rank[0]:
-        mine = [next((step for at, step in steps if at == index), None) for steps in by_rank]
+        mine, theirs = (
+            [next((step for at, step in steps if at == index), None) for steps in all_steps]
+            for all_steps in (by_rank, others)
+        )
         if all(step is not None for step in mine):
-            found.append(_matched(index, [step for step in mine if step is not None]))
+            found.append(_matched(index, [step for step in mine if step], [step for step in theirs if step]))
     return found
 
 
-def _matched(index: int, ranks: Sequence[RankStep]) -> Step:
+def _matched(index: int, ranks: Sequence[RankStep], others: Sequence[RankStep] = ()) -> Step:
     """Transfers last as long as on the rank that came last; what some ranks of a group lack is no transfer of theirs alone."""
     recorded = {each.rank for each in ranks}
-    times: dict[str, list[float]] = {}
     partners: dict[str, int] = {}
-    for task in (task for each in ranks for task in each.tasks if task.lane == LINK):
-        times.setdefault(task.key, []).append(task.seconds)
+    for task in _transfers(ranks):
         entering = len(recorded.intersection(task.group)) if task.group else len(ranks)
         partners[task.key] = 2 if task.channel else entering
-    own = {key: min(found) for key, found in times.items() if len(found) == partners[key]}
+    entered = Counter(task.key for task in _transfers(ranks))
+    own = {key: float("inf") for key, count in entered.items() if count == partners[key]}
+    for task in _transfers((*ranks, *others)):
+        if task.key in own:
+            own[task.key] = min(own[task.key], task.seconds)
     return Step(index, tuple(replace(each, tasks=_cleaned(each.tasks, own)) for each in ranks))
+
+
+def _transfers(ranks: Iterable[RankStep]) -> Iterator[Task]:
+    return (task for each in ranks for task in each.tasks if task.lane == LINK)
 
 
 def _cleaned(tasks: Sequence[Task], transfers: Mapping[str, float]) -> tuple[Task, ...]:
@@ -247,4 +262,4 @@ def _gradients(tasks: Sequence[Task]) -> set[int]:
 
 def _is_all_reduce(task: Task) -> bool:
     """By the collective's name, or its kernel's."""
-    return "allreduce" in task.issued.replace("_", "").lower() and task.bytes >= LEAST_GRADIENT_BYTES
+    return "allreduce" in task.issued.replace("_", "").lower() and task.bytes >= LEAST_BYTES

@@ -21,6 +21,7 @@ from trine.optim.plan.whatif.operators import Operator
 
 __all__ = [
     "HOST",
+    "LEAST_BYTES",
     "LINK",
     "PHASES",
     "Graph",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 HOST, LINK = "host", "link"
+#: Smaller transfers are flags and counts, neither gradients nor what layers exchange.
+LEAST_BYTES = 4096
 #: Of host tasks, as records divide a step; what is waited for is no phase of its own here: the replay finds it.
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 

@@ -118,6 +118,22 @@ def test_of_many_ranks_those_with_windows_are_replayed_and_that_is_said() -> Non
     assert found.what_if({"product_speed": 2}).gain.mid > 0
 
 
+def test_a_transfer_is_as_long_as_on_the_rank_that_came_last_with_a_window_or_without() -> None:
+    def transfers(seconds: float) -> RankStep:
+        return exchanging(0, (seconds, "all 1", ()))
+
+    early, late = transfers(0.4), replace(transfers(0.1), rank=1)
+    parts = parts_of([early, late], basis=["operators", "phases"])
+    found = recorded(parts)
+    assert found.base_s[10] == pytest.approx(0.1)
+    assert "1 of 2 ranks: of the others their collectives" in found.graph.notes
+    silent = [parts[0], replace(parts[1], steps=parts_of([exchanging(1)])[0].steps)]
+    assert recorded(silent).base_s[10] == pytest.approx(0.4)
+    assert "1 of 2 ranks: transfers may hold waiting for the others" in recorded(silent).graph.notes
+    with pytest.raises(UsageError, match="straggler: operators of one rank alone"):
+        found.what_if({"straggler": False})
+
+
 def test_nodes_are_those_of_the_whole_job() -> None:
     ranks = [a_step(rank) for rank in range(16)]
     names = ["a"] * 8 + ["b"] * 8

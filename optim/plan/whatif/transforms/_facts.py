@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from trine.optim.config import Config
-from trine.optim.plan.whatif.graph import LINK, Graph, Task, is_pipeline
+from trine.optim.plan.whatif.graph import LEAST_BYTES, LINK, Graph, Task, is_pipeline
 from trine.optim.plan.whatif.transforms import Change
 from trine.record.errors import UsageError
 
 __all__ = [
-    "LEAST_BYTES",
     "fact",
     "refuse_neutral",
     "require_no_pipeline",
@@ -19,9 +18,6 @@ __all__ = [
     "require_one_microbatch",
     "require_plain",
 ]
-
-#: Smaller transfers are flags and counts.
-LEAST_BYTES = 4096
 
 
 def fact(graph: Graph, *names: str) -> Any:

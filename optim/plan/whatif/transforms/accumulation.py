@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Task, mapped, renumbered
+from trine.optim.plan.whatif.graph import LEAST_BYTES, LINK, Graph, RankStep, Task, mapped, renumbered
 from trine.optim.plan.whatif.operators import Operator, Product
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._blocks import require_operators
 from trine.optim.plan.whatif.transforms._facts import (
-    LEAST_BYTES,
     refuse_neutral,
     require_no_pipeline,
     require_one_microbatch,

@@ -23,7 +23,8 @@ def apply(graph: Graph, change: Change) -> Graph:
     require_no_pipeline(graph, KEYS[0])
     if len(graph.steps[0].ranks) < 2:
         raise UsageError(
-            f"straggler: {graph.basis} of one rank alone were recorded, which waits for nobody in them"
+            f"straggler: {graph.basis} of one rank alone were recorded, which waits for nobody in them: give traces of more "
+            "ranks; whom they wait for, trine analyze says without"
         )
     # Over all steps: a rank that is late once has been unlucky, and no straggler.
     own = [
