@@ -320,6 +320,11 @@ class Prediction(Tabular):
     formula: str
     inputs: Mapping[str, float | int | str] = field(default_factory=dict)
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the gain is the recorded step's, replayed with the change; else it is an estimate by formula."""
+        return "replay_error" in self.inputs
+
 
 @dataclass(frozen=True, slots=True)
 class Recommendation(Tabular):

@@ -172,11 +172,12 @@ def _gain_words(finding: Finding, text: Mapping[str, str]) -> str:
     gain, after = predicted.gain_ns, predicted.step_time_ns
     if gain is not None:
         unit = text["unit_window" if "window_time_ns" in predicted.inputs else "unit_step"]
+        values = {"basis": text["by_replay" if predicted.is_replayed else "by_estimate"]}
         if gain.mid < 0:
-            values = {"mid": duration(-gain.mid), "low": duration(-gain.high), "high": duration(-gain.low)}
+            values |= {"mid": duration(-gain.mid), "low": duration(-gain.high), "high": duration(-gain.low)}
             said.append(text["cost_words"].format(unit=unit, **values))
         elif after is not None:
-            values = {"mid": duration(gain.mid), "low": duration(gain.low), "high": duration(gain.high)}
+            values |= {"mid": duration(gain.mid), "low": duration(gain.low), "high": duration(gain.high)}
             before = duration(after.mid + gain.mid)
             words_of_gain = text["gain_words"]
             said.append(words_of_gain.format(unit=unit, before=before, after=duration(after.mid), **values))

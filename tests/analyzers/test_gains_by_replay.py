@@ -23,6 +23,7 @@ from pipelines import analysed, one_by_one, pipeline
 from trine.analyzers.diagnose import diagnose
 from trine.analyzers.findings import _gain
 from trine.analyzers.findings._gain import REPLAYED
+from trine.analyzers.reports import html, markdown, text
 from trine.analyzers.results import Analysis, Finding, Gain
 
 CUDA = {
@@ -87,6 +88,14 @@ def test_what_the_replay_knows_is_taken_from_it(name: str, monkeypatch: pytest.M
     recommendation = finding_of(made(), name).recommendation
     assert recommendation is not None and recommendation.predicted is not None
     assert recommendation.predicted.formula == REPLAYED and recommendation.predicted.gain_ns == ANSWER
+
+
+@pytest.mark.parametrize(("known", "said"), [(True, "(by replay, "), (False, "(an estimate, ")])
+def test_reports_say_which_of_both_a_gain_is(known: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gain, "_replayed", lambda facts, asked: (ANSWER, 0.01) if known else None)
+    analysis = diagnose(two(shares(optimizer=0.4)))
+    for report in (text.render(analysis), markdown.render(analysis), html.render(analysis)):
+        assert said in " ".join(report.split())
 
 
 @pytest.mark.parametrize("name", CASES)
