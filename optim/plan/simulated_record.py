@@ -6,6 +6,7 @@ write_record(simulation, folder)    on disk: steps, micro-batches and collective
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ _FORMAT = "simulated"
 #: Streams of the simulated devices, as timelines number them.
 _COMPUTE_STREAM, _COLLECTIVE_STREAM, _SEND_STREAM, _RECEIVE_STREAM = 7, 20, 24, 28
 
+#: Columns of times; others in nanoseconds are durations.
+_MOMENTS = ("start_ns", "end_ns", "issued_ns")
+
 _BACKWARDS = (BACKWARD, INPUT, WEIGHT)
 
 
@@ -38,11 +42,15 @@ def job_of(simulation: Simulation) -> Job:
 
 
 def write_record(simulation: Simulation, folder: Path) -> None:
-    """A record of the simulation in an empty or new ``folder``. Raises ``OSError`` where it cannot be written."""
+    """A record of the simulation in an empty or new ``folder``, as of a run that begins now. Raises ``OSError`` where it cannot be
+    written."""
+    begin_ns = time.time_ns()
     for place, rank in enumerate(_ranks(simulation)):
         writer = RankWriter(folder, place, simulation.ranks)
         groups = [{"id": group.id, "name": group.name, "ranks": list(group.ranks)} for group in rank.groups]
-        tables = {name: _plain(getattr(rank, name)) for name in ("steps", "microbatches", "collectives")}
+        tables = {
+            name: _plain(getattr(rank, name), begin_ns) for name in ("steps", "microbatches", "collectives")
+        }
         parts = tables.pop("steps")
         parts["complete"] = np.ones(len(parts["index"]), dtype=np.int64)
         writer.append({"parts": parts, **tables})
@@ -51,11 +59,14 @@ def write_record(simulation: Simulation, folder: Path) -> None:
         writer.close({"groups": groups, "metadata": rank.metadata, "state": "finished"})
 
 
-def _plain(table: Table) -> dict[str, Any]:
-    """Columns with texts in place of their codes; references to rows of tables that are not written are left out."""
+def _plain(table: Table, begin_ns: int) -> dict[str, Any]:
+    """Columns with texts in place of their codes, by a clock that began then; references to rows of tables that are not written
+    are left out."""
     found: dict[str, Any] = {}
     for name, column in table.columns.items():
-        if name not in ("device_row", "host_row"):
+        if name in _MOMENTS:
+            found[name] = column + begin_ns
+        elif name not in ("device_row", "host_row"):
             found[name] = list(table.text(name)) if column.dtype == np.int32 else column
     return found
 
@@ -72,7 +83,10 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What one rank did, in the order of time: rows of ``Simulation.work``, its meetings, and whole nanoseconds."""
+    """What one rank did, in the order of time: rows of ``Simulation.work``, its meetings, and whole nanoseconds.
+
+    ``computed_s`` of a row: when its computing ends, and the collectives begin that it holds; where nobody says, there are none.
+    """
 
     work: dict[str, npt.NDArray[Any]]
     meetings: Sequence[Meeting]
@@ -96,7 +110,7 @@ def _rank(simulation: Simulation, place: int, meetings: Sequence[Meeting], group
     rows = _Rows(
         {
             name: _ns(column) if name.endswith("_s") else column.astype(np.int64)
-            for name, column in work.items()
+            for name, column in ({"computed_s": work["end_s"]} | work).items()
         },
         meetings,
     )
@@ -143,7 +157,7 @@ def _device(rows: _Rows, strings: Strings) -> Table:
         "device",
         {
             "start_ns": np.concatenate([rows.work["start_s"], _ns([each.entered_s for each in met])]),
-            "end_ns": np.concatenate([rows.work["end_s"], _ns([each.end_s for each in met])]),
+            "end_ns": np.concatenate([rows.work["computed_s"], _ns([each.end_s for each in met])]),
             "kind": kinds,
             "device": np.zeros(len(kinds), dtype=np.int64),
             "stream": stream,
@@ -204,14 +218,14 @@ def _steps(simulation: Simulation, rows: _Rows) -> Table:
 def _phases(
     rows: _Rows, chosen: npt.NDArray[np.bool_], met: Sequence[Meeting], start: int, end: int
 ) -> dict[str, int]:
-    lasted = (rows.work["end_s"] - rows.work["start_s"])[chosen]
+    lasted = (rows.work["computed_s"] - rows.work["start_s"])[chosen]
     kinds = rows.work["kind"][chosen]
     found = {
         "forward": int(lasted[kinds == FORWARD].sum()),
         "backward": int(lasted[np.isin(kinds, _BACKWARDS)].sum()),
         "optimizer": int(lasted[kinds == OPTIMIZER].sum()),
     }
-    busy = np.stack([rows.work["start_s"][chosen], rows.work["end_s"][chosen]], axis=1)
+    busy = np.stack([rows.work["start_s"][chosen], rows.work["computed_s"][chosen]], axis=1)
     waits = np.stack([_ns([each.entered_s for each in met]), _ns([each.end_s for each in met])], axis=1)
     found["exposed_communication"] = _length(np.concatenate([busy, waits]), start, end) - _length(
         busy, start, end
