@@ -173,7 +173,7 @@ def _gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Wa
     encoding = (shared + experts) * code_bytes / conditions.memory_per_s / conditions.memory
     exposed = np.maximum(np.minimum(conditions.exposed, 1.0), waits.last_bucket)
     found = exposed * found + encoding + waits.table.reached_s(conditions)
-    return found * (1 - sizes.frozen)
+    return np.asarray(found * (1 - sizes.frozen))
 
 
 def _gather(
