@@ -227,7 +227,7 @@ class _Gaps:
             yield from before
             at = issue
             yield Task(
-                call.own / 1e9, phase, LINK, TRANSFER, call.operation, (before[-1].number,), call.number,
+                call.own / 1e9, self._phases.at(call.issued), LINK, TRANSFER, call.operation, (before[-1].number,), call.number,
                 issued=call.operation, key=call.name.key, group=call.name.group, channel=call.name.channel,
                 bytes=call.bytes,
             )  # fmt: skip

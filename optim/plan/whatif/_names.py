@@ -32,7 +32,9 @@ class Names:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank.rank
-        self._members = {group.id: tuple(sorted(group.ranks)) for group in rank.groups}
+        self._members = {
+            group.id: tuple(sorted(group.ranks)) for group in rank.groups if rank.rank in group.ranks
+        }
         self._counts: Counter[str] = Counter()
 
     def next(self, operation: str, group: str | None, peer: int, size: int) -> Name:

@@ -12,9 +12,10 @@ from kernel_traces import Call, mm, trace
 
 from trine.optim.plan.whatif import recorded
 from trine.optim.plan.whatif._windows import completed
+from trine.optim.plan.whatif.build import joined, part_of
 from trine.optim.plan.whatif.graph import LINK, Graph, is_pipeline
 from trine.record.errors import UsageError
-from trine.record.model import MISSING, Group, Rank, Strings, Table
+from trine.record.model import HOST_KINDS, MISSING, Group, Rank, Strings, Table
 
 
 def communicating(kernel: str, us: float, **arguments: Any) -> Call:
@@ -138,3 +139,44 @@ def test_a_windows_calls_are_of_the_groups_that_the_record_names() -> None:
     # Of the second step the record has a call more: whose is whose is not known. The third names its own.
     assert found.collectives.text("group").tolist() == ["0", "1", None, "2"]
     assert found.collectives["bytes"].tolist() == [8, 64, 8, 8]
+
+
+def test_a_bucket_that_leaves_as_backward_ends_is_no_forwards() -> None:
+    strings = Strings()
+    passes = [
+        (0, 40, 50, 90),
+        (110, 150, 160, 200),
+    ]  # µs: a forward's product, a backward function around its product
+    function, shapes, types = (
+        "autograd::engine::evaluate_function: MmBackward0",
+        "[[64, 64], [64, 64]]",
+        '["float", "float"]',
+    )
+    rows = [
+        row
+        for first, last, begin, end in passes
+        for row in (("aten::mm", first, last), (function, begin, end), ("aten::mm", begin + 1, end - 10))
+    ]
+    host = Table("host", {
+        "name": [strings.code(name) for name, _, _ in rows],
+        "start_ns": [start * 1000 for _, start, _ in rows],
+        "end_ns": [end * 1000 for _, _, end in rows],
+        "kind": [HOST_KINDS.index("operator")] * len(rows),
+        "shapes": [strings.code(shapes)] * len(rows),
+        "types": [strings.code(types)] * len(rows),
+        "step": [0] * len(rows),
+    }, strings)  # fmt: skip
+    issued = [(end - 2) * 1000 for *_, end in passes]
+    sent = Table("collectives", {
+        "operation": [strings.code("all_reduce")] * 2,
+        "bytes": [2**20] * 2,
+        "issued_ns": issued,
+        "start_ns": issued,
+        "end_ns": [at + 5000 for at in issued],
+    }, strings)  # fmt: skip
+    steps = Table("steps", {"index": [0], "start_ns": [0], "end_ns": [220_000]}, strings)
+    rank = Rank(0, "", "kineto", strings, host=host, collectives=sent, steps=steps)
+    tasks = joined([part_of(rank)], 1, "a job")[0].steps[0].ranks[0].tasks
+    assert [(task.phase, task.of_gradients) for task in tasks if task.lane == LINK] == [
+        ("backward", True)
+    ] * 2
