@@ -90,40 +90,46 @@ class Sizes:
             else 0
         )
         values = {
-            "layers": workload.layers,
-            "mixture_layers": workload.mixture_layers,
-            "hidden": workload.hidden,
-            "heads": workload.heads,
-            "kv_heads": workload.kv_heads,
-            "head_size": workload.head_size,
-            "score_size": workload.score_size,
-            "ffn": workload.ffn,
+            **{name: getattr(workload, name) for name in _OF_WORKLOAD},
             "matrices": 3 if workload.gated else 2,
-            "vocab": workload.vocab,
-            "sequence": workload.sequence,
-            "attended": workload.attended,
-            "causal": workload.causal,
-            "dropout": workload.dropout,
-            "bias": workload.bias,
             "tied": workload.tied_embeddings,
             "experts": max(workload.experts, 1),
-            "experts_per_token": workload.experts_per_token,
-            "shared_experts": workload.shared_experts,
-            "expert_ffn": workload.expert_ffn,
-            "shared_ffn": workload.shared_ffn,
-            "load_imbalance": workload.load_imbalance,
-            "attention_parameters": workload.attention_parameters,
             "dense_layer_parameters": workload.layer_parameters(mixture=False),
-            "expert_parameters": workload.expert_parameters,
             "mixture_rest_parameters": rest,
-            "embedding_parameters": workload.embedding_parameters,
-            "norm_parameters": workload.norm_parameters,
-            "final_norm_parameters": workload.final_norm_parameters,
-            "other_parameters": workload.other_parameters,
             "rotary": workload.position_kind in ("", "rotary"),
             "frozen": frozen,
         }
         return cls(**{name: np.asarray([value], dtype=np.float64) for name, value in values.items()})
+
+
+#: Sizes that a workload says itself, by the same names.
+_OF_WORKLOAD = (
+    "layers",
+    "mixture_layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_size",
+    "score_size",
+    "ffn",
+    "vocab",
+    "sequence",
+    "attended",
+    "causal",
+    "dropout",
+    "bias",
+    "experts_per_token",
+    "shared_experts",
+    "expert_ffn",
+    "shared_ffn",
+    "load_imbalance",
+    "attention_parameters",
+    "expert_parameters",
+    "embedding_parameters",
+    "norm_parameters",
+    "final_norm_parameters",
+    "other_parameters",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,54 +263,72 @@ def _buckets(size: Column, layouts: Layouts) -> Column:
     return np.where(bucket > 0, np.maximum(np.ceil(size / np.maximum(bucket, 1)), 1.0), 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Synchronisation:
+    """Of a step's gradients without ZeRO 3: an all-reduce, or a reduce-scatter and the gather of new parameters.
+
+    ``size`` and ``element``: bytes of a gradient and of a parameter on the wire.
+    """
+
+    wire: _Wire
+    layouts: Layouts
+    size: Column
+    element: Column
+    replicas: Column
+    near_replicas: Column
+
+    def of(self, weights: Column, group: Column, shard: Column, near: Column) -> Wait:
+        """In as many buckets as the layout has. ``group`` holds the same weights, ``shard`` of it their state."""
+        count = _buckets(weights * self.size, self.layouts)
+        found = _times(self._one_bucket(weights / count, group, shard, near), count)
+        return _where((self.layouts["zero_stage"] < 3) & (weights > 0), found)
+
+    def _one_bucket(self, weights: Column, group: Column, shard: Column, near: Column) -> Wait:
+        sent = weights * self.size
+        whole = _where(
+            self.layouts["two_level"] > 0,
+            self.wire.two_level(sent, group, near),
+            self.wire.all_reduce(sent, group, near),
+        )
+        return _where(self.layouts["zero_stage"] > 0, self._halves(weights, shard, near), whole)
+
+    def _halves(self, weights: Column, shard: Column, near: Column) -> Wait:
+        sent = weights * self.size
+        # Gradients that are sharded while they accumulate are reduced with each micro-batch (Rajbhandari 2020, section 7.1).
+        rounds = np.where(self.layouts["zero_stage"] == 2, self.layouts["microbatches"], 1)
+        reduced = self.wire.one_way(sent, shard, near)
+        # Groups that share state are replicas of each other, whose shards are summed.
+        summed = self.wire.all_reduce(sent / shard, self.replicas, self.near_replicas)
+        spread_out = self.wire.one_way(weights * self.element, shard, near)
+        several = self.replicas > 1
+        return Wait(
+            (reduced.alone_s + np.where(several, summed.alone_s, 0.0)) * rounds + spread_out.alone_s,
+            reduced.away | (several & summed.away),
+        )
+
+
 def _of_gradients(
     sizes: Sizes, conditions: Conditions, layouts: Layouts, wire: _Wire, element: Column
 ) -> dict[str, Any]:
-    """Of a step, without ZeRO 3: an all-reduce, or a reduce-scatter and the gather of new parameters."""
+    """Of a step: a rank's own, those of experts apart, and a tied table's."""
     shared, experts = first_elements(sizes, conditions, layouts)
     ranks = (layouts["data"] * layouts["context"]).astype(np.float64)
     sharing = layouts.shard_ranks.astype(np.float64)
     size = _wire_bytes(conditions, layouts)
-    stage = layouts["zero_stage"]
-    off = stage < 3
-    # Gradients that are sharded while they accumulate are reduced with each micro-batch (Rajbhandari 2020, section 7.1).
-    rounds = np.where(stage == 2, layouts["microbatches"], 1)
-    replicas, near_replicas = np.maximum(ranks / sharing, 1.0), _near_replicas(conditions, layouts)
-
-    def synchronised(weights: Column, group: Column, shard: Column, near: Column) -> Wait:
-        count = _buckets(weights * size, layouts)
-        return _where(off & (weights > 0), _times(one_bucket(weights / count, group, shard, near), count))
-
-    def one_bucket(weights: Column, group: Column, shard: Column, near: Column) -> Wait:
-        reduced = wire.one_way(weights * size, shard, near)
-        # Groups that share state are replicas of each other, whose shards are summed.
-        summed = wire.all_reduce(weights * size / shard, replicas, near_replicas)
-        spread_out = wire.one_way(weights * element, shard, near)
-        halves = Wait(
-            (reduced.alone_s + np.where(replicas > 1, summed.alone_s, 0.0)) * rounds + spread_out.alone_s,
-            reduced.away | ((replicas > 1) & summed.away),
-        )
-        whole = _where(
-            layouts["two_level"] > 0,
-            wire.two_level(weights * size, group, near),
-            wire.all_reduce(weights * size, group, near),
-        )
-        return _where(stage > 0, halves, whole)
-
+    replicas = np.maximum(ranks / sharing, 1.0)
+    synchronised = _Synchronisation(
+        wire, layouts, size, element, replicas, _near_replicas(conditions, layouts)
+    ).of
+    own_replicas = partial(expert_replicas, expert_tensor=conditions.expert_tensor, layouts=layouts)
+    near_experts = _near_experts(conditions, layouts)
     # Stages at both ends reduce a tied table between them.
     table = sizes.embedding_parameters / layouts["tensor"] * size
     pair = 2.0 * np.ones(len(layouts))
+    buckets = _buckets((shared + experts) * size, layouts)
     return {
         "gradients": synchronised(shared, ranks, sharing, _near(conditions, layouts)),
-        "expert_gradients": synchronised(
-            experts,
-            expert_replicas(ranks, conditions.expert_tensor, layouts),
-            expert_replicas(sharing, conditions.expert_tensor, layouts),
-            _near_experts(conditions, layouts),
-        ),
-        "last_bucket": np.where(
-            layouts["bucket_bytes"] > 0, 1 / _buckets((shared + experts) * size, layouts), 0.0
-        ),
+        "expert_gradients": synchronised(experts, own_replicas(ranks), own_replicas(sharing), near_experts),
+        "last_bucket": np.where(layouts["bucket_bytes"] > 0, 1 / buckets, 0.0),
         "table": _where(
             (layouts["pipeline"] > 1) & (sizes.tied > 0),
             wire.all_reduce(table, pair, np.where(layouts.devices <= conditions.node, 2.0, 1.0)),
