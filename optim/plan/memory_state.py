@@ -88,7 +88,7 @@ def state_of(
     }
     fp8 = layouts.is_kind("precision", "fp8") & (stage < 3)
     cached = np.where(fp8, traits.fp8_weight_bytes, 0.0) * elements.all
-    gathers, head_gathers = _gathers(workload, traits, layouts, places, elements.all, trained)
+    gathers, head_gathers = _gathers(workload, stack, traits, layouts, places, elements.all, trained)
     away, parameters, optimizer_bytes, gradients = _offloaded(layouts, sizes)
     step = trained * elements.bytes_held(np.where(stage > 0, traits.step_bytes, 0.0), 1)
     return State(
@@ -125,16 +125,19 @@ def _element_bytes(traits: MemoryTraits, layouts: Layouts) -> tuple[Column, Colu
     )
 
 
-def _layer_elements(workload: Workload, layouts: Layouts) -> Column:
+def _layer_elements(workload: Workload, stack: Stack, layouts: Layouts) -> Column:
     """Of a rank's share of the largest kind of layer, whole over its data ranks."""
     mixture = workload.mixture_layers > 0
     routed = workload.experts * workload.expert_parameters if mixture else 0
     rest = workload.layer_parameters(mixture=mixture) - routed
-    return np.asarray(rest / layouts["tensor"].astype(np.float64) + routed / layouts["expert"])
+    tensor = layouts["tensor"].astype(np.float64)
+    parts = layouts["expert"] * (tensor if stack.expert_tensor else 1.0)
+    return np.asarray(rest / tensor + routed / parts)
 
 
 def _gathers(
     workload: Workload,
+    stack: Stack,
     traits: MemoryTraits,
     layouts: Layouts,
     places: Places,
@@ -148,7 +151,7 @@ def _gathers(
     that lie elsewhere come for each use.
     """
     tensor = layouts["tensor"].astype(np.float64)
-    layer = _layer_elements(workload, layouts)
+    layer = _layer_elements(workload, stack, layouts)
     stage_layers = places.layers * layer
     tables = 0 if workload.tied_embeddings else workload.vocab * workload.hidden
     outside = (places.first * workload.embedding_parameters + places.last * tables) / tensor

@@ -120,6 +120,18 @@ def test_experts_have_a_data_group_of_their_own() -> None:
     assert of(whole, "parameters") - of(halved, "parameters") == pytest.approx(2 * routed / 2)
 
 
+def test_gathered_layers_of_experts_are_a_tensor_ranks_part() -> None:
+    workload, stack = mixture(), stack_named("megatron-core-moe")
+    layouts = Layouts.of(data=32, expert=8, tensor=2, zero_stage=3, recompute="full")
+    whole, halved = (
+        memory_of(workload, cluster(), stack.with_traits(expert_tensor=split), layouts)
+        for split in (False, True)
+    )
+    # Of a layer an expert a rank: the one in use and those ahead, and its gradients, two bytes each.
+    experts, held = workload.expert_parameters, 2 + memory_traits(stack).prefetch
+    assert of(whole, "gathers") - of(halved, "gathers") == pytest.approx(2 * held * experts / 2)
+
+
 def test_dense_layers_of_a_mixture_come_first() -> None:
     workload, stack = mixture().with_changes(dense_layers=8), stack_named("megatron-core-moe")
     found = memory_of(workload, cluster(), stack, Layouts.of(pipeline=4, microbatches=8, recompute="full"))
