@@ -64,7 +64,8 @@ def apply(graph: Graph, change: Change) -> Graph:
     old = _span_s(pipeline, now, before, pipeline.microbatches)
     # As many samples in other micro-batches: each takes as much less.
     new = _span_s(pipeline, then, chunks, count) * pipeline.microbatches / count
-    graph = graph.with_note(f"{now} and {then} are simulated from the medians of the recorded micro-batches")
+    both = now if then == now else f"{now} and {then}"
+    graph = graph.with_note(f"simulated from the medians of the recorded micro-batches: {both}")
     if not stated:
         graph = graph.with_note(f"the record does not say its schedule: it is taken to be {now}")
     if count != pipeline.microbatches:
