@@ -255,11 +255,6 @@ def _gradients(tasks: Sequence[Task]) -> set[int]:
     def ahead(task: Task) -> bool:
         return task.phase in ("data", "forward")
 
-    reduced = [task for task in tasks if task.lane == LINK and _is_all_reduce(task)]
+    reduced = [task for task in tasks if task.carries("all_reduce") and task.bytes >= LEAST_BYTES]
     layers = {(task.group, task.bytes) for task in reduced if ahead(task)}
     return {task.number for task in reduced if not ahead(task) and (task.group, task.bytes) not in layers}
-
-
-def _is_all_reduce(task: Task) -> bool:
-    """By the collective's name, or its kernel's."""
-    return "allreduce" in task.issued.replace("_", "").lower() and task.bytes >= LEAST_BYTES

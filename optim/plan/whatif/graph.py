@@ -89,6 +89,10 @@ class Task:
         """What it waits its turn on: its lane, of a message its own of the rank's links."""
         return f"{LINK} {self.channel}" if self.channel else self.lane
 
+    def carries(self, operation: str) -> bool:
+        """Whether it is a transfer of this collective (``all_reduce``), by its name or its kernel's."""
+        return self.lane == LINK and operation.replace("_", "") in self.issued.replace("_", "").lower()
+
     def times(self, factor: float) -> Task:
         """The same, ``factor`` times as long."""
         return replace(self, seconds=self.seconds * factor)

@@ -54,7 +54,7 @@ def require_exchange(graph: Graph, key: str) -> None:
     tasks = [task for step in graph.steps for each in step.ranks for task in each.tasks if task.lane == LINK]
     if any(is_gradient(task) for task in tasks):
         return
-    if any("reducescatter" in task.issued.replace("_", "").lower() for task in tasks):
+    if any(task.carries("reduce_scatter") for task in tasks):
         why = "gradients are reduced by reduce-scatters, to shards: ask it of a record of plain replicas"
     elif graph.world > 1:
         why = "none was found behind backward: ask it of a record of replicas with their collectives"
@@ -63,47 +63,40 @@ def require_exchange(graph: Graph, key: str) -> None:
     raise UsageError(f"{key} changes the all-reduce of gradients, and this record has none; {why}")
 
 
-def gathers_parameters(graph: Graph) -> bool:
-    """Whether ranks that share gradients give each other about as much in forward and backward: parameters, of which each has
-    a shard."""
-    tasks = graph.steps[0].ranks[0].tasks
-    group = exchanging(tasks)
-    gathered = [
-        task
-        for task in tasks
-        if task.lane == LINK
-        and task.phase in ("forward", "backward")
-        and "allgather" in task.issued.replace("_", "").lower()
-        and (not group or task.group in ((), group))
-    ]
-    known = sum(task.bytes for task in gathered)
-    return bool(gathered) and (
-        any(not task.bytes for task in gathered)
-        or 2 * known >= sum(task.bytes for task in tasks if is_gradient(task))
-    )
-
-
 def require_replicas(graph: Graph, key: str) -> None:
     """Raise ``UsageError`` where the recorded run shards its parameters, which cannot be taken out of its steps."""
-    if gathers_parameters(graph):
+    if _gathers_parameters(graph.steps[0].ranks[0].tasks):
         raise UsageError(
             f"{key}: the recorded run gathers its parameters, of which each rank has a shard, and that cannot be taken out of "
             "its steps: ask it of a record of plain replicas"
         )
 
 
-def link_of(graph: Graph, times: OperationTimes, operation: str = "all_reduce") -> Link:
-    """The calibrated link between as many ranks as reduce gradients together; of an all-reduce also the record's own, where its
+def _gathers_parameters(tasks: Sequence[Task]) -> bool:
+    """Whether ranks that share gradients give each other about as many bytes in forward and backward."""
+    group = exchanging(tasks)
+    gathered = [
+        task.bytes
+        for task in tasks
+        if task.carries("all_gather")
+        and task.phase in ("forward", "backward")
+        and (not group or task.group in ((), group))
+    ]
+    reduced = sum(task.bytes for task in filter(is_gradient, tasks))
+    return bool(gathered) and (0 in gathered or 2 * sum(gathered) >= reduced)
+
+
+def link_of(graph: Graph, times: OperationTimes) -> Link:
+    """An all-reduce's link between as many ranks as reduce gradients together: calibrated, else the record's own, where its
     sizes say enough.
 
     Raises ``UsageError`` where neither is known.
     """
     ranks = replicas(graph)
     try:
-        return times.link(operation).among(ranks)
+        return times.link("all_reduce").among(ranks)
     except UsageError:
-        if operation != "all_reduce":
-            raise
+        pass
     found = {
         (task.bytes, task.seconds)
         for step in graph.steps
