@@ -14,7 +14,13 @@ from trine.optim.config import CODECS
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.transforms import Change
 from trine.optim.plan.whatif.transforms._facts import refuse_neutral, require_plain
-from trine.optim.plan.whatif.transforms._transfers import contention, is_gradient, link_of, require_exchange
+from trine.optim.plan.whatif.transforms._transfers import (
+    contention,
+    is_gradient,
+    link_of,
+    replicas,
+    require_exchange,
+)
 
 __all__ = ["KEYS", "ORDER", "apply"]
 
@@ -31,7 +37,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     require_exchange(graph, KEYS[0])
     require_plain(graph, KEYS[0])
     link = link_of(graph, change.times)
-    codec, ratio = change.times.codec(name, graph.world)
+    codec, ratio = change.times.codec(name, replicas(graph))
     calls = CODECS[name]
 
     def changed(step: RankStep) -> list[Task]:
