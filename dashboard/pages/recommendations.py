@@ -193,7 +193,8 @@ def _advice(finding: Finding, gain: Gain | None, step_ns: int | None) -> Any:
 
 def _gain_words(gain: Gain, advice: Recommendation, step_ns: int | None) -> Any:
     low, mid, high = (units.duration(value) for value in (gain.low, gain.mid, gain.high))
-    rows = [["gain a step", low, mid, high]]
+    basis = "by replay" if advice.predicted is not None and advice.predicted.is_replayed else "an estimate"
+    rows = [[f"gain a step, {basis}", low, mid, high]]
     if step_ns:
         rows.append(
             ["share of the step", *(units.ratio(v, step_ns) for v in (gain.low, gain.mid, gain.high))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,9 @@ def test_the_low_gain_stands_over_the_step_time_that_it_leaves() -> None:
     gain = Gain(10 * MS, 17 * MS, 20 * MS)
     prediction = Prediction(gain, Gain(80 * MS, 83 * MS, 90 * MS), None, "a formula", {})
     said = text(_gain_words(gain, Recommendation({}, "because", "unchanged", prediction), 100 * MS))
+    assert "gain a step, an estimate" in said
+    replayed = replace(prediction, inputs={"replay_error": 0.01})
+    assert "gain a step, by replay" in text(_gain_words(gain, Recommendation({}, "", "", replayed), 100 * MS))
     gains, after = said.partition("step time after")[0], said.partition("step time after")[2]
     assert gains.index("10.0 ms") < gains.index("17.0 ms") < gains.index("20.0 ms")
     assert after.index("90.0 ms") < after.index("83.0 ms") < after.index("80.0 ms")
