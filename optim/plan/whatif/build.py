@@ -164,7 +164,9 @@ def joined(parts: Sequence[Part], world: int | None, name: str) -> tuple[Graph, 
     facts = {**parts[0].metadata, "hosts": _hosts(parts, world), "samples": _samples(chosen)}
     graph = Graph(tuple(steps), basis, world, facts, recorded=tuple(steps), pipeline=_pipeline(parts))
     if basis == "phases":
-        graph = graph.with_note("no deep window: phases and collectives only, nothing of single operators")
+        graph = graph.with_note(
+            "no deep window was read: phases and collectives only, nothing of single operators"
+        )
     if len(chosen) < world:
         heard = len(parts) == world and all(_has_transfers(part) for part in parts)
         words = "of the others their collectives" if heard else "transfers may hold waiting for the others"
