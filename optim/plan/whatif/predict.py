@@ -178,8 +178,8 @@ def _times_of(facts: Mapping[str, Any]) -> tuple[OperationTimes, str | None]:
     if not isinstance(device, Mapping) or not device.get("name"):
         return OperationTimes(None), None
     name, threads = str(device["name"]), device.get("threads")
-    if threads is None or (found := calibrated(name, threads)) is not None:
-        return OperationTimes(found if threads is not None else calibrated(name)), None
+    if (exact := calibrated(name, threads)) is not None or not threads:
+        return OperationTimes(exact), None
     near = min(
         (peaks for peaks in all_calibrated() if peaks.name == name and peaks.threads),
         key=lambda peaks: abs(log((peaks.threads or 1) / threads)),
@@ -236,6 +236,8 @@ _UNSURE = "how calibrated times vary is not in the interval: this calibration ke
 
 def _deviation(graph: Graph, changes: Mapping[str, Any], times: OperationTimes) -> float:
     """Of the ratio of the step with and without the changes, over calibrations that might have been measured as well."""
+    if not times.draws:
+        return 0.0
     step = graph.steps[0]
     if not is_pipeline(graph):
         step = replace(step, ranks=step.ranks[:TRIED_RANKS])
@@ -244,8 +246,6 @@ def _deviation(graph: Graph, changes: Mapping[str, Any], times: OperationTimes) 
     def seconds(each: OperationTimes) -> float:
         return replay(_transformed(graph, changes, each).steps[0], graph.slowdown).seconds
 
-    if not times.draws:
-        return 0.0
     usual = seconds(times)
     off = [seconds(each) - usual for each in times.draws]
     return sqrt(fmean(each**2 for each in off)) / replay(step, graph.slowdown).seconds
