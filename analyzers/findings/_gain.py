@@ -72,8 +72,10 @@ def predict(
 
 def _range(saved: tuple[float, float, float]) -> str:
     """Factors that no replay of this run stands behind, in words."""
-    low, mid, high = (f"{100 * fraction:.3g}" for fraction in sorted(saved))
-    return f" (an estimate: {mid} % of what is at stake, from {low} to {high} %)"
+    is_cost = sorted(saved)[1] < 0
+    low, mid, high = (f"{100 * each:.3g}" for each in sorted(-each if is_cost else each for each in saved))
+    of = "as a cost, of that time" if is_cost else "of what is at stake"
+    return f" (an estimate: {mid} % {of}, from {low} to {high} %)"
 
 
 def _replayed(facts: Facts, change: Mapping[str, Any]) -> tuple[Gain, float] | None:

@@ -21,8 +21,8 @@ from analysis_builders import (
 from pipelines import analysed, one_by_one, pipeline
 
 from trine.analyzers.diagnose import diagnose
-from trine.analyzers.findings import _gain
-from trine.analyzers.findings._gain import REPLAYED
+from trine.analyzers.findings import _gain, gather
+from trine.analyzers.findings._gain import REPLAYED, predict
 from trine.analyzers.reports import html, markdown, text
 from trine.analyzers.results import Analysis, Finding, Gain
 
@@ -104,6 +104,18 @@ def test_what_it_does_not_know_is_called_an_estimate(name: str) -> None:
     assert recommendation is not None and recommendation.predicted is not None
     assert " (an estimate: " in recommendation.predicted.formula
     assert recommendation.predicted.formula.endswith(" %)")
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ((0.1, 0.4, 0.8), "x (an estimate: 40 % of what is at stake, from 10 to 80 %)"),
+        ((-1.2, -1.0, -0.8), "x (an estimate: 100 % as a cost, of that time, from 80 to 120 %)"),
+    ],
+)
+def test_estimates_say_their_range(saved: tuple[float, float, float], said: str) -> None:
+    found = predict(gather(two()), 1e6, saved, "x", {})
+    assert found is not None and found.formula == said
 
 
 def test_a_blocking_host_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
