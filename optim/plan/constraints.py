@@ -2,7 +2,8 @@
 
 Divisibility (heads, keys and values, feed-forward, layers, experts, sequence), topology (tensor ranks inside a node), the
 global batch, and what schedules, ZeRO and offload ask for. Memory is weighed apart (:mod:`trine.optim.plan.search`): it needs an
-estimate, not a rule, and what saves it has rules of its own (:mod:`trine.optim.plan.saving_constraints`).
+estimate, not a rule; what saves it has rules of its own (:mod:`trine.optim.plan.saving_constraints`), and so have experts
+(:mod:`trine.optim.plan.expert_constraints`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from trine.optim.plan.schedules import Shape, schedules
 __all__ = [
     "BATCH",
     "CHOICES",
-    "EXPERTS",
     "RANKS",
     "SAVED",
     "STAGES",
     "Constraint",
     "Mask",
     "Rows",
+    "divides",
     "has_precision",
     "kept",
     "words_of",
@@ -75,7 +76,8 @@ def words_of(constraints: Sequence[Constraint], problem: Problem, rows: Rows) ->
     return "; ".join(constraint.words(problem, values) for constraint in wrong[:2])
 
 
-def _divides(small: Integers, large: int | Integers) -> Mask:
+def divides(small: Integers, large: int | Integers) -> Mask:
+    """Row by row; what is below 1 counts as 1."""
     return np.asarray(np.asarray(large) % np.maximum(small, 1) == 0)
 
 
@@ -99,7 +101,7 @@ def _devices_words(problem: Problem, row: Mapping[str, int]) -> str:
 
 
 def _node(problem: Problem, rows: Rows) -> Mask:
-    return _divides(rows["tensor"], problem.cluster.devices_per_node)
+    return divides(rows["tensor"], problem.cluster.devices_per_node)
 
 
 def _node_words(problem: Problem, row: Mapping[str, int]) -> str:
@@ -110,7 +112,7 @@ def _node_words(problem: Problem, row: Mapping[str, int]) -> str:
 
 
 def _heads(problem: Problem, rows: Rows) -> Mask:
-    return _divides(rows["tensor"], problem.workload.heads)
+    return divides(rows["tensor"], problem.workload.heads)
 
 
 def _heads_words(problem: Problem, row: Mapping[str, int]) -> str:
@@ -122,42 +124,28 @@ def _keys(problem: Problem, rows: Rows) -> Mask:
         return np.ones(len(rows["tensor"]), dtype=bool)
     count = problem.workload.kv_heads
     # Fewer key heads than ranks: groups of ranks keep the same ones.
-    return np.asarray(_divides(rows["tensor"], count) | (rows["tensor"] % count == 0))
+    return np.asarray(divides(rows["tensor"], count) | (rows["tensor"] % count == 0))
 
 
 def _keys_words(problem: Problem, row: Mapping[str, int]) -> str:
     return f"tensor {row['tensor']} and {problem.workload.kv_heads} heads of keys and values do not divide each other"
 
 
-def _widths(problem: Problem) -> dict[str, int]:
-    """What the tensor group splits of feed-forwards, by whose it is."""
-    workload, found = problem.workload, {}
-    if workload.mixture_layers < workload.layers:
-        found["the feed-forward's"] = workload.ffn
-    if workload.shared_experts:
-        found["the shared experts'"] = workload.shared_experts * workload.shared_ffn
-    if workload.is_mixture and problem.stack.expert_tensor:
-        found["an expert's"] = workload.expert_ffn
-    return found
-
-
 def _width(problem: Problem, rows: Rows) -> Mask:
-    found = np.ones(len(rows["tensor"]), dtype=bool)
-    for width in _widths(problem).values():
-        found &= _divides(rows["tensor"], width)
-    return found
+    workload = problem.workload
+    if workload.mixture_layers == workload.layers:
+        return np.ones(len(rows["tensor"]), dtype=bool)
+    return divides(rows["tensor"], workload.ffn)
 
 
 def _width_words(problem: Problem, row: Mapping[str, int]) -> str:
-    tensor = row["tensor"]
-    whose, width = next((whose, width) for whose, width in _widths(problem).items() if width % tensor)
-    return f"tensor {tensor} does not divide {whose} width {width}"
+    return f"tensor {row['tensor']} does not divide the feed-forward's width {problem.workload.ffn}"
 
 
 def _sequence(problem: Problem, rows: Rows) -> Mask:
     # Ranks of a causal ring take a block from the front and one from the back, so that all have equal work (Brandon 2023).
     parts = rows["context"] * (2 if problem.workload.causal else 1)
-    return np.asarray((rows["context"] == 1) | _divides(parts, problem.workload.sequence))
+    return np.asarray((rows["context"] == 1) | divides(parts, problem.workload.sequence))
 
 
 def _sequence_words(problem: Problem, row: Mapping[str, int]) -> str:
@@ -184,41 +172,7 @@ RANKS = (
 )
 
 
-# --- experts, batch -----------------------------------------------------------------------------
-
-
-def _experts(problem: Problem, rows: Rows) -> Mask:
-    count = max(problem.workload.experts, 1)
-    return _divides(rows["expert"], count)
-
-
-def _experts_words(problem: Problem, row: Mapping[str, int]) -> str:
-    if not problem.workload.is_mixture:
-        return f"expert {row['expert']}: {problem.workload.name} has no experts"
-    return f"expert {row['expert']} does not divide {problem.workload.experts} experts"
-
-
-def _expert_ranks(problem: Problem, rows: Rows) -> Mask:
-    # Where each expert is split over its tensor group, the whole group is one place for experts.
-    inside = 1 if problem.stack.expert_tensor else rows["tensor"]
-    return _divides(rows["expert"], rows["data"] * rows["context"] * inside)
-
-
-def _expert_ranks_words(problem: Problem, row: Mapping[str, int]) -> str:
-    ranks = row["data"] * row["context"]
-    if problem.stack.expert_tensor:
-        return (
-            f"expert {row['expert']} does not divide the {ranks} tensor group{'' if ranks == 1 else 's'} of a stage "
-            f"(data x context): {problem.stack.name} splits each expert over one"
-        )
-    ranks *= row["tensor"]
-    return f"expert {row['expert']} does not divide the {ranks} ranks of a stage (data x context x tensor)"
-
-
-EXPERTS = (
-    Constraint("experts", _experts, _experts_words),
-    Constraint("expert ranks", _expert_ranks, _expert_ranks_words),
-)
+# --- batch --------------------------------------------------------------------------------------
 
 
 def _batch(problem: Problem, rows: Rows) -> Mask:
@@ -248,7 +202,7 @@ BATCH = (Constraint("global batch", _batch, _batch_words),)
 def _even_chunks(problem: Problem, rows: Rows) -> Mask:
     """Several stages a rank are all alike, or the first and the last have a layer less for embedding and head."""
     stages, layers = rows["pipeline"] * rows["chunks"], problem.workload.layers
-    return np.asarray((rows["chunks"] == 1) | _divides(stages, layers) | _divides(stages, layers + 2))
+    return np.asarray((rows["chunks"] == 1) | divides(stages, layers) | divides(stages, layers + 2))
 
 
 def _even_chunks_words(problem: Problem, row: Mapping[str, int]) -> str:
@@ -322,7 +276,7 @@ def _zero_pipeline_words(problem: Problem, row: Mapping[str, int]) -> str:
 
 def _shard(problem: Problem, rows: Rows) -> Mask:
     return np.asarray(
-        (rows["shard"] == 0) | ((rows["zero_stage"] > 0) & _divides(rows["shard"], rows["data"]))
+        (rows["shard"] == 0) | ((rows["zero_stage"] > 0) & divides(rows["shard"], rows["data"]))
     )
 
 
@@ -334,7 +288,7 @@ def _shard_words(problem: Problem, row: Mapping[str, int]) -> str:
 
 def _split(problem: Problem, rows: Rows) -> Mask:
     tokens = problem.workload.sequence // rows["context"]
-    return np.asarray((rows["sequence"] == 0) | ((rows["tensor"] > 1) & _divides(rows["tensor"], tokens)))
+    return np.asarray((rows["sequence"] == 0) | ((rows["tensor"] > 1) & divides(rows["tensor"], tokens)))
 
 
 def _split_words(problem: Problem, row: Mapping[str, int]) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 from trine.optim.plan.constraints import (
     BATCH,
     CHOICES,
-    EXPERTS,
     RANKS,
     STAGES,
     Constraint,
@@ -24,6 +23,7 @@ from trine.optim.plan.constraints import (
     kept,
     words_of,
 )
+from trine.optim.plan.expert_constraints import EXPERTS
 from trine.optim.plan.layouts import (
     DEFAULTS,
     OFFLOADED,

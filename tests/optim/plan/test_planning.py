@@ -14,7 +14,7 @@ from plan_problems import DENSE, MIXTURE, cluster, problem
 import trine
 from trine.optim.plan.constraints import kept
 from trine.optim.plan.layouts import DEFAULTS, Layouts
-from trine.optim.plan.limits import any_words, limits_of
+from trine.optim.plan.limits import limits_of
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.memory_traits import memory_spread
 from trine.optim.plan.pareto import Staircase, front
@@ -23,8 +23,6 @@ from trine.optim.plan.planning import Plan, plan
 from trine.optim.plan.reasons import bound_by, layout_words, lost_by, too_large
 from trine.optim.plan.refine import idle_of, work_of
 from trine.optim.plan.saving_constraints import SAVINGS
-from trine.optim.plan.splits import padded_vocabulary, splits_of
-from trine.optim.plan.stages import stage_counts, stage_layers
 from trine.optim.plan.step import predict, rank_times
 from trine.optim.plan.workload_files import workload_of
 from trine.record.errors import UsageError
@@ -92,44 +90,6 @@ def test_alternatives_can_be(tight: Plan) -> None:
         assert len(layouts) and kept(SAVINGS, found.problem, layouts.columns).all()
     assert not any(one.column == "zero_stage" for one in moved.alternatives)  # 3 is what moves parameters
     assert any(one.column == "pipeline" for one in some_layers.alternatives)
-
-
-def test_hosts_that_hold_no_more_limit_alternatives_and_the_largest_that_fits() -> None:
-    asked: dict[str, Any] = {
-        "global_batch": 64,
-        "stack": "trine",
-        "top": 1,
-        "pins": ["recompute=none", "activation_offload=cpu", "tensor=1", "context=1", "micro_batch=1,2,4,8"],
-        "largest": True,
-    }
-    roomy = plan(DENSE, cluster(8.0), **asked)
-    host = int(roomy.best.host_bytes * 1.05)
-    full = plan(DENSE, cluster(8.0, host_memory_bytes=host), **asked)
-    assert full.best.hosts_hold and full.best.host_bytes <= host
-    for limits in (full.limits, full.largest):
-        assert limits is not None and limits.micro_batch is not None
-        found = memory_of(
-            DENSE,
-            full.problem.cluster,
-            full.problem.stack,
-            Layouts.of(**{**limits.micro_batch.layout, "micro_batch": limits.micro_batch.value}),
-        )
-        assert found.hosts_hold[0]
-    overfull = [one for one in full.alternatives if "of a node's host" in one.reason]
-    assert overfull and not any(one.fits for one in overfull)
-    assert all(one.reason.startswith("does not fit: what is offloaded takes ") for one in overfull)
-
-
-def test_the_largest_of_any_layout_is_without_offload_unless_it_is_pinned() -> None:
-    asked: dict[str, Any] = {"global_batch": 8, "stack": "deepspeed", "top": 1, "largest": True}
-    device = cluster(4.0)
-    plain, pinned = (plan(DENSE, device, pins=pins, **asked) for pins in ([], ["optimizer_offload=cpu"]))
-    assert plain.best.layout["optimizer_offload"] == "cpu"
-    assert plain.largest is not None and plain.largest.micro_batch is None
-    assert any_words(plain.problem) == "of any layout without offload"
-    assert pinned.largest is not None and pinned.largest.micro_batch is not None
-    assert pinned.largest.micro_batch.layout["optimizer_offload"] == "cpu"
-    assert any_words(pinned.problem) == "of any layout"
 
 
 def test_of_a_number_only_its_neighbours_are_shown(tight: Plan) -> None:
@@ -386,61 +346,6 @@ def test_a_layout_in_words_leaves_out_what_is_usual() -> None:
     assert layout_words(away.row(0)).endswith(
         "ZeRO 3 in groups of 2 · recompute budget 3 layers · optimizer on cpu"
     )
-
-
-def test_splits_by_hand() -> None:
-    llama = workload_of("llama3-70b")
-    row = Layouts.of(tensor=8, sequence=1, context=2).row(0)
-    found = {split.module: (split.kind, split.words) for split in splits_of(llama, row)}
-    assert found["attention queries, keys, values"] == (
-        "column",
-        "by heads: 8 heads a rank, 1 of keys and values",
-    )
-    assert found["attention output"] == ("row", "1024 inputs a rank")
-    assert found["mlp gate, up"] == ("column", "3584 of 28672 features a rank")
-    assert found["mlp down"][0] == "row"
-    assert found["norms, residuals"] == ("sequence", "512 tokens a rank")
-    assert found["head"] == ("vocabulary", "16128 rows a rank, padded from 128256 to 129024")
-    alone = {split.module: split.kind for split in splits_of(llama, Layouts.of().row(0))}
-    assert set(alone.values()) == {"whole"}
-    experts = splits_of(MIXTURE, Layouts.of(expert=4).row(0))
-    assert ("experts", "expert", "2 of 8 a rank, each whole") in {
-        (split.module, split.kind, split.words) for split in experts
-    }
-    cut = splits_of(MIXTURE, Layouts.of(expert=4, tensor=2).row(0), expert_tensor=True)
-    words = next(split.words for split in cut if split.module == "experts")
-    assert words == "2 of 8 a rank, each split over tensor ranks, 1024 of 2048 features a rank"
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "counts"),
-    [
-        (8, 1, [8]),
-        (7, 2, [4, 3]),
-        (8, 4, [2, 2, 2, 2]),
-        (14, 4, [3, 4, 4, 3]),  # embedding and head stand for a layer each
-        (13, 4, [3, 4, 3, 3]),
-        (6, 8, [0, 1, 1, 1, 1, 1, 1, 0]),
-        (3, 4, [1, 1, 1, 0]),
-    ],
-)
-def test_layers_of_each_stage(layers: int, stages: int, counts: list[int]) -> None:
-    assert stage_counts(layers, stages) == counts
-
-
-@given(some.integers(1, 200), some.integers(1, 64))
-def test_layers_of_all_stages_add_up_and_none_has_more_than_is_counted(layers: int, stages: int) -> None:
-    counts = stage_counts(layers, stages)
-    middle, ends = stage_layers(layers, stages)
-    assert sum(counts) == layers or stages > layers + 2
-    assert len(counts) == stages and max(counts[1:-1], default=0) <= middle
-    assert max(counts[0], counts[-1]) <= ends
-
-
-def test_vocabularies_are_padded_as_megatron_pads() -> None:
-    # Megatron-LM pads GPT-2's 50,257 to 50,304 on one rank and 51,200 on eight.
-    assert padded_vocabulary(50257, 1) == 50304
-    assert padded_vocabulary(50257, 8) == 51200
 
 
 # --- arithmetic ---------------------------------------------------------------------------------

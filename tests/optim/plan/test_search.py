@@ -34,9 +34,8 @@ CASES = {
     "offloaded": problem(4.0, "optimizer_offload=cpu,nvme", "zero_stage=1,3", stack="deepspeed"),
     "kept on devices": problem(6.5, "optimizer_offload=none", "parameter_offload=none", stack="deepspeed"),
     "hosts that hold little": problem(5.0, stack="deepspeed", host_memory_bytes=2**31),
-    "hosts that hold what comes from other nodes": replace(
-        problem(5.0, "pipeline=1", "recompute=full", stack="deepspeed", host_memory_bytes=2**34),
-        searched=("remote",),
+    "hosts that hold what comes from other nodes": problem(
+        4.2, "optimizer_offload=none,remote", stack="deepspeed", host_memory_bytes=2**31
     ),
     "one node": problem(4.7, nodes=1),
     "three nodes": problem(3.6, nodes=3, batch=24),
