@@ -44,6 +44,8 @@ DRAWS = 1000
 LEVEL = 0.95
 #: Ranks on whose step other calibrations are tried: times of a machine say of each alike.
 TRIED_RANKS = 2
+#: Tasks of all their replays together, about two seconds of them; but at least so many calibrations are tried.
+TRIED_TASKS, LEAST_TRIED = 200_000, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +248,9 @@ def _deviation(graph: Graph, changes: Mapping[str, Any], times: OperationTimes) 
     def seconds(each: OperationTimes) -> float:
         return replay(_transformed(graph, changes, each).steps[0], graph.slowdown).seconds
 
+    count = max(TRIED_TASKS // sum(len(each.tasks) for each in step.ranks), LEAST_TRIED)
     usual = seconds(times)
-    off = [seconds(each) - usual for each in times.draws]
+    off = [seconds(each) - usual for each in times.draws[:count]]
     return sqrt(fmean(each**2 for each in off)) / replay(step, graph.slowdown).seconds
 
 

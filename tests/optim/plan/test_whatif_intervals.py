@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from whatif_steps import calibration, run
 
+from trine.optim.plan.whatif import predict
 from trine.optim.plan.whatif.build import Steady
+from trine.optim.plan.whatif.graph import Graph
 from trine.optim.plan.whatif.predict import Recorded
-from trine.optim.plan.whatif.times import OperationTimes
+from trine.optim.plan.whatif.times import DRAWN, OperationTimes
+from trine.optim.plan.whatif.transforms import Change, speeds
 
 #: Half of what 95 % of a normal distribution's draws lie within, in standard deviations.
 WITHIN = 1.96
@@ -56,6 +59,26 @@ def test_a_product_that_varied_by_a_tenth_is_a_tenth_of_its_time_in_doubt() -> N
     # Both dtypes of the sums between products vary alike there and here: nothing of compiling is a product's.
     other = found.what_if({"compute.compile": "blocks"}).gain
     assert other.low == pytest.approx(other.high)
+
+
+def test_of_a_long_step_fewer_calibrations_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[OperationTimes] = []
+    apply = speeds.apply
+
+    def counted(graph: Graph, change: Change) -> Graph:
+        tried.append(change.times)
+        return apply(graph, change)
+
+    monkeypatch.setattr(speeds, "apply", counted)
+    found = steady(run(varied(calibration(), "product", 0.1, "bf16")))
+    changes = {"precision.dtype": "bf16", "product_speed": 2}
+    for tasks, times in ((predict.TRIED_TASKS, DRAWN), (0, predict.LEAST_TRIED)):
+        tried.clear()
+        monkeypatch.setattr(predict, "TRIED_TASKS", tasks)
+        gain = found.what_if(changes).gain
+        assert (
+            len(tried) == 2 + times and gain.low < gain.mid < gain.high
+        )  # the answer, and the deviation's middle
 
 
 def test_a_gain_that_is_smaller_than_what_it_rests_on_varied_may_be_a_cost() -> None:
