@@ -138,6 +138,10 @@ def test_links_and_the_overlap_are_measured_between_ranks() -> None:
         if row["operation"] == "sharded_unit"
     }
     assert len(units) == 8 and all(seconds >= 0 for seconds in units.values())
+    for row in rows:
+        if row["operation"] != "overlap":
+            low, middle, high = row["quartiles"]
+            assert low <= middle <= high and row["seconds"] <= high
 
 
 def test_shards_cost_what_their_units_take_longer_on_the_device_of_the_ranks(
