@@ -181,7 +181,9 @@ def _some_layers(mapping: _Mapping) -> None:
     if -(-most // every) != layers:
         mapping.lack(
             "recomputed_layers",
-            f"one block in {every} is recomputed, {-(-most // every)} of a stage's {most}",
+            f"one block in {every} is recomputed, {-(-most // every)} of a stage's {most}"
+            if every > 1
+            else f"all {most} blocks of a stage are recomputed",
         )
 
 

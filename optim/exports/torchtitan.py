@@ -63,7 +63,7 @@ def export(exported: Exported) -> Written:
     account.says("engine")
     parallelism = _parallelism(exported, account)
     training = _training(exported, account)
-    if exported.config.parallel.pipeline > 1 or exported.config.parallel.expert > 1:
+    if parallelism["pipeline_parallel_degree"] > 1 or parallelism["expert_parallel_degree"] > 1:
         training["disable_cuda_graphs"] = True  # it insists: neither can be captured
     checkpoint = _recomputation(exported, account)
     compile_ = _compilation(exported, account)
@@ -122,14 +122,26 @@ def _parallelism(exported: Exported, account: Account) -> Fields:
     found: Fields = {
         "tensor_parallel_degree": parallel.tensor,
         "context_parallel_degree": parallel.context,
-        "expert_parallel_degree": parallel.expert,
         "pipeline_parallel_degree": parallel.pipeline,
         "enable_sequence_parallel": parallel.sequence,
     }
     account.says("parallel.sequence")
     account.misses("parallel.plan", "its own models know how they are cut")
     found |= _sharding(exported, account)
+    found["expert_parallel_degree"] = _expert_degree(exported, account, found["data_parallel_shard_degree"])
     return found | _pipeline(exported, account)
+
+
+def _expert_degree(exported: Exported, account: Account, shards: int) -> int:
+    """Experts are spread over all ranks of a stage that share its shards, as the planner spreads them over all of a stage."""
+    parallel = exported.config.parallel
+    if exported.layout is None or not exported.is_mixture:
+        return parallel.expert
+    planned = int(exported.layout["expert"])
+    if shards < 1 or shards * parallel.context * parallel.tensor % planned:
+        return parallel.expert
+    account.says_column("expert")
+    return planned
 
 
 def _sharding(exported: Exported, account: Account) -> Fields:

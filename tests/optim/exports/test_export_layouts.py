@@ -100,6 +100,15 @@ def test_a_budget_of_layers_is_every_nth_block_and_never_fewer(
     changes, lacks = changes_of(pipeline=2, recompute="budget", recomputed_layers=layers)  # 16 of 32 a stage
     assert changes.get("checkpointing.every", 1) == every
     assert ("recomputed_layers" in lacks) == (recomputed != layers)
+    if recomputed != layers:
+        assert (
+            f"one block in {every} is recomputed, {recomputed} of a stage's 16" in lacks["recomputed_layers"]
+        )
+
+
+def test_a_budget_of_more_than_half_of_the_layers_is_all_of_them() -> None:
+    _, lacks = changes_of(pipeline=2, recompute="budget", recomputed_layers=12)
+    assert lacks["recomputed_layers"].endswith("all 16 blocks of a stage are recomputed")
 
 
 @settings(max_examples=60)

@@ -111,6 +111,22 @@ def test_experts_are_borrowed_from_shards() -> None:
     assert (found.parallelism.data_parallel_shard_degree, found.parallelism.expert_parallel_degree) == (16, 8)
 
 
+@pytest.mark.parametrize(
+    ("row", "degree"),
+    [
+        ({"data": 2, "context": 2, "tensor": 2, "expert": 8, "zero_stage": 2}, 8),
+        ({"data": 3, "tensor": 4, "expert": 4}, 4),  # within the tensor group, and nothing is sharded
+    ],
+)
+def test_experts_are_spread_over_context_and_tensor_ranks_as_planned(
+    row: dict[str, Any], degree: int
+) -> None:
+    exported = exported_of_layout(row, cases.MIXTURE)
+    found = built(exported)
+    assert found.parallelism.expert_parallel_degree == degree and found.training.disable_cuda_graphs is True
+    assert not any(line.startswith("expert = ") for line in write("torchtitan", exported).cannot)
+
+
 @settings(max_examples=60)
 @given(cases.exported_layouts())
 def test_any_layout_builds_and_fills_its_devices(exported: Exported) -> None:

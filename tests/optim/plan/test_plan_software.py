@@ -132,6 +132,19 @@ def test_deepspeed_spreads_no_experts_in_pipelines(stack: str) -> None:
     assert (shapes(problem(stack=stack))["pipeline"] > 1).any()
 
 
+def test_megatron_deepspeeds_mixtures_keep_their_parameters() -> None:
+    asked = problem(workload=MIXTURE, stack="megatron-deepspeed")
+    every, _ = savings(asked, shapes(asked), OFFLOADED)
+    assert set(every["zero_stage"].tolist()) == {0, 1, 2} and not every["parameter_offload"].any()
+    assert 3 in shapes(problem(stack="megatron-deepspeed"))["zero_stage"]
+
+
+def test_torchtitans_experts_are_of_ranks_that_share_shards() -> None:
+    found = shapes(problem(workload=MIXTURE, stack="torchtitan"))
+    spread = found.take((found["expert"] > 1) & (found["zero_stage"] == 0))
+    assert len(spread) and ((spread["data"] == 1) | (spread["tensor"] % spread["expert"] == 0)).all()
+
+
 def test_deepspeed_moves_no_state_of_experts_beside_tensor_ranks() -> None:
     asked = problem(workload=MIXTURE, stack="deepspeed")
     every, _ = savings(asked, shapes(asked), ("recompute", *OFFLOADED))
