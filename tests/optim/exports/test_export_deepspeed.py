@@ -11,12 +11,14 @@ from unittest.mock import patch
 
 import export_cases as cases
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from trine.optim.config import Config
 from trine.optim.exports import Exported, write
 from trine.optim.exports._reading import exported_of_layout
+from trine.optim.exports.deepspeed import moves_checkpoints
+from trine.record.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +209,7 @@ def back(config: Config) -> Config:
 @settings(max_examples=60)
 @given(cases.configurations())
 def test_there_and_back_is_what_it_says(config: Config) -> None:
+    assume(not moves_checkpoints(config))  # below
     exported = Exported(config)
     expected = cases.sayable(exported, write("deepspeed", exported))
     # Their engine is ours to name, and ranks that are left over are theirs; communication overlaps by itself, and from stage
@@ -225,6 +228,16 @@ def test_there_and_back_is_what_it_says(config: Config) -> None:
     if config.zero.stage >= 2:
         silent["communication.bucket_mib"] = None
     assert back(config) == expected.with_changes(silent)
+
+
+def test_checkpoints_in_host_memory_are_not_guessed_at_on_the_way_back() -> None:
+    config = Config().with_changes({"checkpointing.mode": "full", "offload.activations": "cpu"})
+    written = write("deepspeed", Exported(config))
+    assert json.loads(written.text)["activation_checkpointing"] == {"cpu_checkpointing": True}
+    assert "offload.activations" not in cases.named(written)
+    # Which blocks a program checkpoints by DeepSpeed's own call no file says.
+    with pytest.raises(UsageError, match=r'checkpointing\.mode = "full" and offload\.activations = "cpu"'):
+        back(config)
 
 
 def test_there_and_back_with_degrees_and_compiled_blocks() -> None:
