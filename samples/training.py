@@ -105,7 +105,7 @@ def _train_plain(
     """The loop that people write."""
     replica = DistributedDataParallel(model) if distributed.is_initialized() else model
     losses: list[torch.Tensor] = []
-    with _profile(arguments, model, optimizer, facts) as prof:
+    with _profile(arguments, replica, optimizer, facts) as prof:
         for batch in prof.steps(islice(loader, arguments.steps)):
             result = loss_of(replica, _on(device, batch))
             loss = result[0] if isinstance(result, tuple) else result
