@@ -28,6 +28,18 @@ class Batch:
     count: int | None
     whole: int | None
 
+    def over(self, times: int) -> Batch:
+        """The same over so many times the ranks, in fewer and then smaller micro-batches; rounded up to a larger whole."""
+        if self.whole is None or (self.micro is None and self.count is None):
+            return self
+        share = (self.micro or 1) * (self.count or 1)
+        fewer = -(-share // times)
+        whole = self.whole * fewer * times // share
+        if self.micro is None or self.count is None:
+            return Batch(self.micro and fewer, self.count and fewer, whole)
+        micro = next(size for size in range(self.micro, 0, -1) if fewer % size == 0)
+        return Batch(micro, fewer // micro, whole)
+
 
 @dataclass(frozen=True, slots=True)
 class Exported:

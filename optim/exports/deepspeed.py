@@ -15,7 +15,7 @@ from trine.optim.config import Config
 from trine.optim.dialects.deepspeed_pairs import BESIDE
 from trine.optim.dialects.deepspeed_writing import to_deepspeed, without_counterpart
 from trine.optim.exports._account import Account, Written
-from trine.optim.exports._exported import Exported
+from trine.optim.exports._exported import Batch, Exported
 from trine.record.errors import UsageError
 
 __all__ = ["NAME", "TOOL", "export", "moves_checkpoints", "tables_of"]
@@ -77,7 +77,8 @@ def tables_of(exported: Exported, account: Account, apart: frozenset[str] = froz
     found = to_deepspeed(sayable) | moved
     account.says(*sayable.changes())
     lost = exported.config.parallel.context // config.parallel.context
-    _write_batch(found, exported, account, 1 if _FLAGGED in apart else config.parallel.tensor * lost)
+    batch = _spread_batch(exported, account, lost)
+    _write_batch(found, batch, account, 1 if _FLAGGED in apart else config.parallel.tensor)
     for key, table in _DEGREES.items():
         if key not in (*apart, *refused) and account.takes(key):
             found |= table(config[key])
@@ -166,14 +167,30 @@ def _refused(config: Config) -> dict[str, str]:
     return found
 
 
-def _write_batch(found: dict[str, Any], exported: Exported, account: Account, times: int) -> None:
+def _spread_batch(exported: Exported, account: Account, times: int) -> Batch:
+    """The step's samples where so many times the ranks see batches of their own: in fewer micro-batches, named where they change."""
+    planned = exported.batch
+    batch = planned.over(times)
+    if batch == planned:
+        return batch
+    ranks = "these ranks" if exported.data_ranks is None else f"{exported.data_ranks * times} ranks"
+    smaller = f", of micro-batches of {batch.micro}" if batch.micro != planned.micro else ""
+    account.misses(
+        "parallel.microbatches",
+        f"{ranks} see batches of their own then: gradient_accumulation_steps is written as {batch.count}{smaller}",
+    )
+    if batch.whole != planned.whole:
+        account.misses("accumulation.global_batch", f"it does not divide over them: written as {batch.whole}")
+    return batch
+
+
+def _write_batch(found: dict[str, Any], batch: Batch, account: Account, times: int) -> None:
     """All of the three that are known; DeepSpeed finds the third itself.
 
     ``times``: ranks that DeepSpeed takes for one with a batch of its own each, where the layout has one batch. It checks the
     three against each other before it knows of tensor ranks (``DeepSpeedConfig`` of ``deepspeed.initialize``), so that the
     whole is left to it then.
     """
-    batch = exported.batch
     known = {
         "train_batch_size": batch.whole,
         "train_micro_batch_size_per_gpu": batch.micro,

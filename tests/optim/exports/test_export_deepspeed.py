@@ -112,13 +112,17 @@ def test_deepspeed_reads_what_the_layout_says(deepspeed: Any, name: str) -> None
 def test_deepspeed_takes_any_layout(deepspeed: Any, name: str, exported: Exported) -> None:
     parallel, megatron = exported.config.parallel, name == "megatron-deepspeed"
     found = read_by_deepspeed(tables(exported, name), exported, megatron=megatron)
-    # Ranks that no grid knows, or that a pipeline has not, count as data in what DeepSpeed derives.
     piped = parallel.pipeline > 1
-    times = 1 if megatron else parallel.context if piped else parallel.tensor
-    assert exported.batch.whole is not None
-    assert found.train_batch_size == exported.batch.whole * times
-    assert found.train_micro_batch_size_per_gpu == exported.batch.micro
-    assert found.gradient_accumulation_steps == exported.batch.count
+    lost = parallel.context if piped and not megatron else 1
+    batch = exported.batch
+    assert batch.whole is not None and batch.micro is not None and batch.count is not None
+    # Ranks that no grid knows count as data in what DeepSpeed derives.
+    times = 1 if megatron or piped else parallel.tensor
+    divides = batch.micro * batch.count % lost == 0
+    assert (found.train_batch_size == batch.whole * times) == divides
+    if lost == 1:
+        assert found.train_micro_batch_size_per_gpu == batch.micro
+        assert found.gradient_accumulation_steps == batch.count
     stage = exported.zero_stage
     assert found.zero_optimization_stage == (min(stage, 1) if piped and megatron else stage)
 
@@ -176,6 +180,27 @@ def test_sequence_ranks_have_a_mesh_where_it_can_be_had() -> None:
     assert any("no mesh of tensor and sequence ranks" in line for line in beside.cannot)
     piped = write("deepspeed", exported_of_layout({**row, "pipeline": 2, "microbatches": 4}, cases.DENSE))
     assert "sequence_parallel_size" not in piped.text and "parallel.context" in cases.named(piped)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "microbatches", "written", "whole"),
+    [(1, 16, (1, 4), 32), (2, 4, (2, 1), 16), (3, 4, (3, 1), 24), (4, 2, (2, 1), 16), (1, 2, (1, 1), 8)],
+)
+def test_ranks_that_a_pipeline_loses_leave_the_step_its_samples(
+    deepspeed: Any, micro_batch: int, microbatches: int, written: tuple[int, int], whole: int
+) -> None:
+    row = {"data": 2, "context": 4, "pipeline": 2, "micro_batch": micro_batch, "microbatches": microbatches}
+    exported = exported_of_layout(row, cases.DENSE)
+    found = read_by_deepspeed(tables(exported), exported, megatron=False)  # 8 ranks with batches of their own
+    assert (found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == written
+    assert found.train_batch_size == whole
+    cannot = write("deepspeed", exported).cannot
+    told = f"8 ranks see batches of their own then: gradient_accumulation_steps is written as {written[1]}"
+    assert any(line.startswith("parallel.microbatches") and told in line for line in cannot)
+    planned = exported.batch.whole
+    assert any(line.startswith(f"accumulation.global_batch = {planned}") for line in cannot) == (
+        whole != planned
+    )
 
 
 def test_compiling_is_the_programs_to_begin() -> None:
