@@ -12,7 +12,7 @@ from typing import Any
 
 from trine.optim.plan.alternatives import Alternative
 from trine.optim.plan.candidates import Candidate
-from trine.optim.plan.cluster import Cluster, Link
+from trine.optim.plan.cluster_json import cluster_to_dict
 from trine.optim.plan.cost import Range, RunCost
 from trine.optim.plan.layouts import KINDS
 from trine.optim.plan.limits import Limit, Limits
@@ -32,7 +32,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "schema": SCHEMA,
         "workload": problem.workload.to_dict(),
         "parameters": problem.workload.parameters,
-        "cluster": _cluster(problem.cluster),
+        "cluster": cluster_to_dict(problem.cluster),
         "stack": {
             "name": problem.stack.name,
             "provenance": problem.stack.provenance or None,
@@ -102,27 +102,6 @@ def _options(problem: Problem) -> dict[str, Any]:
         },
         "searched": list(problem.searched),
     }
-
-
-def _cluster(cluster: Cluster) -> dict[str, Any]:
-    return {
-        "name": cluster.name,
-        "device": cluster.device.name,
-        "family": cluster.device.family,
-        "devices": cluster.devices,
-        "devices_per_node": cluster.devices_per_node,
-        "nodes": cluster.nodes,
-        "memory_bytes": cluster.device.memory_bytes,
-        "flops_per_s": dict(cluster.device.flops_per_s),
-        "inside": _link(cluster.inside),
-        "between": _link(cluster.between),
-    }
-
-
-def _link(link: Link | None) -> dict[str, Any] | None:
-    if link is None:
-        return None
-    return {"kind": link.kind, "bytes_per_s": link.bandwidth.bytes_per_s, "note": link.note or None}
 
 
 def _candidate(one: Candidate, rank: int | None, plan: Plan) -> dict[str, Any]:
