@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -84,6 +84,8 @@ def _names(workspace: Workspace, fetched: Sequence[Fetched]) -> dict[str, str]:
 def _paths(
     path: str | Path | Sequence[str | Path], workspace: Workspace, fetched: list[Fetched]
 ) -> list[Path]:
+    if not isinstance(path, (str, Path, Iterable)):
+        raise UsageError(f"path must be a trace, a record's folder or a list of these, not {path!r}")
     given = [path] if isinstance(path, (str, Path)) else list(path)
     if not given:
         raise UsageError("no path was given; name a trace, a record's folder or a folder of traces")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from trine.analyzers.reports import plan_certainty
 from trine.analyzers.reports.document import Bars, Block, Column, Document, Items, Paragraph, Section, Table
 from trine.analyzers.units import count, duration, percent, size
 from trine.optim.plan.candidates import Candidate
@@ -11,10 +12,11 @@ from trine.optim.plan.cost import Range, RunCost
 from trine.optim.plan.limits import Limit, Limits, any_words
 from trine.optim.plan.memory import USABLE
 from trine.optim.plan.planning import Plan
+from trine.optim.plan.problem import pin_words
 from trine.optim.plan.reasons import layout_words, part_words
 from trine.optim.plan.search import Tally
 
-__all__ = ["compose", "render_html", "render_markdown", "render_text"]
+__all__ = ["compose", "limit_words", "render_html", "render_markdown", "render_text"]
 
 #: Parts below this share of every step are not drawn; the JSON has them.
 _SHOWN = 0.002
@@ -63,7 +65,7 @@ def compose(plan: Plan) -> Document:
             f"{layout_words(best.layout)}: {_seconds(best.step)} a step, MFU {percent(best.mfu.value)}"
             f" ({_interval(best.mfu, percent)})."
         ),
-        confidence=_confidence(plan),
+        confidence=plan_certainty.confidence(plan),
         bound="healthy",
         triangle=None,
         hull=(),
@@ -79,11 +81,6 @@ def _devices(plan: Plan) -> str:
     if cluster.nodes == 1:
         return f"{cluster.devices} x {cluster.device.name}"
     return f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device.name}"
-
-
-def _confidence(plan: Plan) -> str:
-    # Wide, because it is of software and clusters that the constants were not fitted on.
-    return "in brackets and intervals: where nine of ten published runs lay that no constant was fitted on"
 
 
 def _notices(plan: Plan) -> Iterator[str]:
@@ -148,6 +145,11 @@ def _degrees(one: Candidate) -> str:
     )
 
 
+def _batches(one: Candidate) -> str:
+    """How many micro-batches a rank has of a step, of how many sequences."""
+    return f"{one.layout['microbatches']} of {one.layout['micro_batch']}"
+
+
 def _rest(one: Candidate) -> str:
     """What is chosen beside degrees."""
     degrees = {name: 1 for name in _DEGREES if name != "pipeline"}
@@ -158,7 +160,10 @@ def _rest(one: Candidate) -> str:
 
 def _ranked(plan: Plan) -> Iterator[Block]:
     yield _table(plan.ranked, plan)
-    yield _intervals(plan.ranked)
+    for words in (plan_certainty.order_words(plan), plan_certainty.export_words(plan)):
+        if words is not None:
+            yield Paragraph(words)
+    yield _intervals(plan.ranked, plan)
     columns = (
         Column("", "right"),
         Column("with", flexible=True, wraps=True),
@@ -183,7 +188,7 @@ def _table(candidates: Sequence[Candidate], plan: Plan) -> Table:
         (
             str(rank),
             _degrees(one),
-            f"{one.layout['microbatches']} of {one.layout['micro_batch']}",
+            _batches(one),
             _time(one.step.value),
             percent(one.mfu.value),
             size(one.peak.value),
@@ -195,10 +200,11 @@ def _table(candidates: Sequence[Candidate], plan: Plan) -> Table:
         "micro-batches: how many a rank has of a step, of how many sequences;"
         f" MFU by the convention {plan.convention}, dense peak of {plan.best.mfu_precision}"
     )
-    return Table(columns, tuple(rows), note=note)
+    sources = plan_certainty.source_words(plan)
+    return Table(columns, tuple(rows), note=f"{note}; {sources}" if sources else note)
 
 
-def _intervals(candidates: Sequence[Candidate]) -> Table:
+def _intervals(candidates: Sequence[Candidate], plan: Plan) -> Table:
     """Of every number of a table of layouts, and of what a run costs, where that is asked for."""
     priced = [one.cost for one in candidates]
     names = ["step", "MFU", "memory", "tokens/s"]
@@ -219,7 +225,7 @@ def _intervals(candidates: Sequence[Candidate]) -> Table:
             cells.append(_interval(one.cost.price, count))
         rows.append((str(rank), *cells))
     columns = (Column("", "right"), *(Column(name, "right") for name in names))
-    return Table(columns, tuple(rows), note="where nine of ten published runs lay")
+    return Table(columns, tuple(rows), note=plan_certainty.interval_words(plan))
 
 
 def _parts(plan: Plan) -> Bars:
@@ -329,17 +335,18 @@ def _front(plan: Plan) -> Iterator[Block]:
     columns = (
         Column("", "right"),
         Column("layout", flexible=True, wraps=True),
+        Column("micro-batches", "right"),
         Column("with", flexible=True, wraps=True),
         Column("step", "right"),
         Column("memory", "right"),
     )
     rows = [
-        (str(rank), _degrees(one), _rest(one), _time(one.step.value), size(one.peak.value))
+        (str(rank), _degrees(one), _batches(one), _rest(one), _time(one.step.value), size(one.peak.value))
         for rank, one in enumerate(shown, 1)
     ]
     note = "layouts that no other beats in both; by formula"
     yield Table(columns, tuple(rows), note=f"{note}; {left} between them are in the JSON" if left else note)
-    yield _intervals(shown)
+    yield _intervals(shown, plan)
 
 
 def _thinned(front: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
@@ -361,15 +368,20 @@ def _limit_items(of: str, limits: Limits) -> Iterator[tuple[str, str, str]]:
     ):
         yield (
             "·",
-            f"{what}, {of}: {_limit_words(limit)}",
+            f"{what}, {of}: {limit_words(limit)}",
             layout_words(limit.layout, batch=False) if limit else "",
         )
 
 
-def _limit_words(limit: Limit | None) -> str:
+def limit_words(limit: Limit | None) -> str:
+    """A limit with its interval; one that may not even be reached says so."""
     if limit is None:
         return "none"
     words = f"{limit.value:,}" if limit.bounded else f"{limit.value:,} or more"
+    if limit.low == 0:
+        return (
+            f"{words} (up to {limit.high:,}, or none)" if limit.high > limit.value else f"{words} (or none)"
+        )
     return f"{words} ({limit.low:,} to {limit.high:,})" if limit.low < limit.high else words
 
 
@@ -381,7 +393,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{size(problem.capacity_bytes)} a device to plan with, {percent(problem.headroom)} left free",
     )
     if problem.pins:
-        yield "pinned", ", ".join(sorted(problem.pins))
+        pins = sorted(problem.pins.items())
+        yield "pinned", "; ".join(f"{name}={pin_words(name, values)}" for name, values in pins)
     if problem.searched:
         yield "searched, too", ", ".join(problem.searched)
 

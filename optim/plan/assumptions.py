@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from trine.optim.plan.bridges import bridge_words
-from trine.optim.plan.candidates import Candidate
+from trine.optim.plan.candidates import NEW_SOFTWARE, Candidate, is_published
 from trine.optim.plan.cluster import Link
 from trine.optim.plan.columns import Conditions
-from trine.optim.plan.constants import device_constants, network_constants
+from trine.optim.plan.constants import device_constants, network_constants, spread
 from trine.optim.plan.layouts import OFFLOADED
 from trine.optim.plan.network import LinkConstants, Network
-from trine.optim.plan.problem import Problem
+from trine.optim.plan.problem import Problem, usual_tokens
 
 __all__ = ["assumptions_of", "unfitted_of"]
 
@@ -99,9 +99,22 @@ def _of_software(problem: Problem, best: Candidate) -> list[str]:
             0,
             f"no run that {stack.name} was fitted on is of {family}: its constants are carried over from others",
         )
+    if not is_published(stack):
+        known = spread()
+        found.append(
+            f"intervals of steps: no published run is of {stack.name}, so where nine of ten runs lay of tables whose software no "
+            f"other table has ({NEW_SOFTWARE.low:g} to {NEW_SOFTWARE.high:g} times the prediction) or of all tables ({known.low:g} "
+            f"to {known.high:g}), whichever is wider"
+        )
     if best.beyond:
         found.append(f"{stack.name} does not offer {', '.join(best.beyond)}: planned because it is asked for")
     return found
+
+
+def _usual_words(problem: Problem) -> str:
+    if problem.cluster.device.is_processor:
+        return f"{usual_tokens(problem.cluster) // problem.devices // 2**10} Ki tokens a rank, as processors take them"
+    return f"{usual_tokens(problem.cluster) // 2**20} Mi tokens"
 
 
 def _unsaid(problem: Problem) -> list[str]:
@@ -109,7 +122,7 @@ def _unsaid(problem: Problem) -> list[str]:
     found = []
     if problem.batch_is_usual:
         found.append(
-            f"global batch {problem.global_batch}: nobody said, so about 4 Mi tokens; --global-batch"
+            f"global batch {problem.global_batch}: nobody said, so about {_usual_words(problem)}; --global-batch"
         )
     if problem.workload.is_mixture and problem.workload.load_imbalance == 1:
         found.append(

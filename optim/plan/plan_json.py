@@ -17,7 +17,7 @@ from trine.optim.plan.cost import Range, RunCost
 from trine.optim.plan.layouts import KINDS
 from trine.optim.plan.limits import Limit, Limits
 from trine.optim.plan.memory import USABLE
-from trine.optim.plan.planning import Plan
+from trine.optim.plan.planning import ORDER_KNOWN_TO, Plan
 from trine.optim.plan.problem import Problem
 
 __all__ = ["SCHEMA", "plan_to_dict"]
@@ -41,6 +41,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         },
         "options": _options(problem),
         "assumptions": list(plan.assumptions),
+        "tied": {"rows": plan.tied, "order_known_to": ORDER_KNOWN_TO},
         "rows": [_candidate(one, rank, plan) for rank, one in enumerate(plan.ranked, 1)],
         "splits": [asdict(split) for split in plan.splits],
         "alternatives": [_alternative(one) for one in plan.alternatives],

@@ -20,13 +20,24 @@ from trine.optim.plan.units import parse_bytes
 from trine.optim.plan.workload import Workload
 from trine.record.errors import UsageError
 
-__all__ = ["SEARCHABLE", "Pins", "Problem", "divisors", "parse_pins", "parse_searched"]
+__all__ = [
+    "SEARCHABLE",
+    "Pins",
+    "Problem",
+    "divisors",
+    "parse_pins",
+    "parse_searched",
+    "pin_words",
+    "usual_tokens",
+]
 
 #: Column → the values that it may have; kinds as codes.
 Pins = Mapping[str, tuple[int, ...]]
 
 #: Tokens of a step where nobody says the batch: GPT-3 had 3.2 million (Brown et al. 2020), Llama 3 began with 4 (2024).
 USUAL_TOKENS = 4 * 2**20
+#: The same of each rank on processors, where a step of millions takes hours: two sequences of GPT-2.
+_PROCESSOR_TOKENS = 2 * 2**10
 #: Every value that a pinned kind has.
 _ANY = "any"
 #: What is searched where it is asked for: it changes numbers (precision, compression), or no software runs it (another node's
@@ -145,8 +156,8 @@ def _with_recomputation(pins: Pins) -> dict[str, tuple[int, ...]]:
         return found
     if budget not in found.get("recompute", (budget,)):
         raise UsageError(
-            f"--pin: recomputed_layers={_spelled('recomputed_layers', layers)} is of recompute=budget, and recompute is pinned "
-            f"to {_spelled('recompute', found['recompute'])}: drop one of them"
+            f"--pin: recomputed_layers={pin_words('recomputed_layers', layers)} is of recompute=budget, and recompute is pinned "
+            f"to {pin_words('recompute', found['recompute'])}: drop one of them"
         )
     return found | {"recompute": (budget,)}
 
@@ -155,12 +166,17 @@ def _plain(column: str) -> int | str:
     return KINDS[column][DEFAULTS[column]] if column in KINDS else DEFAULTS[column]
 
 
+def usual_tokens(cluster: Cluster) -> int:
+    """Of a step where nobody says the batch."""
+    return _PROCESSOR_TOKENS * cluster.devices if cluster.device.is_processor else USUAL_TOKENS
+
+
 def _usual_batch(workload: Workload, cluster: Cluster) -> int:
-    """About the sequences of :data:`USUAL_TOKENS`: a power of two times what of the devices is none, so that much divides it."""
+    """About the sequences of :func:`usual_tokens`: a power of two times what of the devices is none, so that much divides it."""
     odd = cluster.devices
     while odd % 2 == 0:
         odd //= 2
-    sequences = max(USUAL_TOKENS / workload.sequence / odd, 1.0)
+    sequences = max(usual_tokens(cluster) / workload.sequence / odd, 1.0)
     return odd << round(math.log2(sequences))
 
 
@@ -188,8 +204,8 @@ def parse_pins(words: Iterable[str]) -> dict[str, tuple[int, ...]]:
         values = tuple(dict.fromkeys(_values(name, text)))
         if name in found and found[name] != values:
             raise UsageError(
-                f"--pin: {name} is pinned twice, to {_spelled(name, found[name])} and to {_spelled(name, values)}: "
-                f"keep one, or write {name}={_spelled(name, found[name] + values)} to try all"
+                f"--pin: {name} is pinned twice, to {pin_words(name, found[name])} and to {pin_words(name, values)}: "
+                f"keep one, or write {name}={pin_words(name, found[name] + values)} to try all"
             )
         found[name] = values
     return found
@@ -214,7 +230,8 @@ def parse_searched(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _spelled(name: str, values: tuple[int, ...]) -> str:
+def pin_words(name: str, values: tuple[int, ...]) -> str:
+    """What a column is pinned to, as people write it."""
     return ",".join(KINDS[name][value] if name in KINDS else str(value) for value in values)
 
 

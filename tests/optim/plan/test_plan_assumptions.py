@@ -98,3 +98,15 @@ def test_small_all_reduces_over_efa_and_ethernet_take_what_was_logged(kind: str)
     network = Network.of(cluster_of(name, devices=16).with_changes(between=between))
     found = all_reduce_s(network, np.asarray([*logged], dtype=float), 16, 8) * 1e6
     assert (np.abs(np.log(found / [*logged.values()])) < np.log(most)).all()
+
+
+def test_the_usual_batch_of_processors_is_one_that_a_person_would_run() -> None:
+    node = cluster_of("dgx-h100", devices=2)
+    processor = node.with_changes(device=node.device.with_changes(family="cpu"))
+    found = {family: plan("gpt2", one, top=1) for family, one in (("cpu", processor), ("hopper", node))}
+    assert {family: one.problem.global_batch for family, one in found.items()} == {"cpu": 4, "hopper": 4096}
+    told = {
+        family: next(text for text in one.assumptions if "nobody said, so" in text)
+        for family, one in found.items()
+    }
+    assert "2 Ki tokens a rank" in told["cpu"] and "4 Mi tokens;" in told["hopper"]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from plan_problems import DENSE, cluster, problem
 
-from trine.analyzers.reports.plan import render_text
+from trine.analyzers.reports.document import Table
+from trine.analyzers.reports.plan import compose, limit_words, render_text
 from trine.analyzers.units import duration
 from trine.optim.plan.busier import LARGEST_SHARE, busier
+from trine.optim.plan.candidates import NEW_SOFTWARE
+from trine.optim.plan.constants import spread
 from trine.optim.plan.layouts import Layouts
+from trine.optim.plan.limits import Limit
 from trine.optim.plan.plainest import plainest, plainness
 from trine.optim.plan.plan_json import plan_to_dict
-from trine.optim.plan.planning import plan
+from trine.optim.plan.planning import ORDER_KNOWN_TO, plan
 from trine.optim.plan.reasons import SAME
 from trine.optim.plan.search import Searcher, Tally
 from trine.optim.plan.space import shapes
@@ -123,3 +129,62 @@ def test_more_devices_than_any_job_has_are_refused() -> None:
 )
 def test_long_steps_are_in_minutes_hours_and_days(seconds: float, words: str) -> None:
     assert duration(seconds * 1e9) == words
+
+
+def test_rows_of_step_time_against_memory_can_be_told_apart() -> None:
+    # One device saves by smaller micro-batches alone: all other words of these rows are the same.
+    found = plan("gpt2", "dgx-h100", devices=1, global_batch=32, pins=["recompute=none"])
+    (front,) = [section for section in compose(found).sections if section.id == "front"]
+    table = front.blocks[0]
+    assert isinstance(table, Table) and len(table.rows) > 3
+    words = [row[1:4] for row in table.rows]
+    assert len({(layout, rest) for layout, _, rest in words}) < len(words) == len(set(words))
+
+
+def test_rows_whose_order_is_not_known_are_named_and_so_is_the_next_command() -> None:
+    found = plan("llama3-70b", "dgx-h100", devices=64, pins=["recompute=none"])
+    limit = found.best.step.value * (1 + ORDER_KNOWN_TO)
+    assert [one.step.value <= limit for one in found.ranked] == [
+        rank < found.tied for rank in range(len(found.ranked))
+    ]
+    shown = " ".join(render_text(found).split())
+    assert 1 < found.tied < 10 and f"{found.tied} lie within 3.1 %" in shown
+    assert "trine export plan.json --to megatron" in shown
+    sources = [one.source for one in found.ranked if one.layout["pipeline"] != 1]
+    assert {"simulator", "formula"} == set(sources) and "pipelines simulated, but of row" in shown
+    assert plan_to_dict(found)["tied"] == {"rows": found.tied, "order_known_to": ORDER_KNOWN_TO}
+    alone = plan(DENSE, cluster(80.0), global_batch=8, top=1)
+    assert alone.tied == 1 and "their order" not in render_text(alone)
+
+
+def test_how_well_the_order_is_known_is_what_the_page_says() -> None:
+    page = Path(__file__).parents[3].joinpath("docs", "plan.md").read_text(encoding="utf-8")
+    lost = re.search(r"groups of one node \| [^|]*\| [^(]*\(left out ([\d.]+) %\)", page)
+    assert lost is not None and float(lost[1]) == pytest.approx(100 * ORDER_KNOWN_TO)
+
+
+@pytest.mark.parametrize(("stack", "is_known"), [("torchtitan", True), ("trine", False), ("pytorch", False)])
+def test_intervals_of_software_without_a_published_run_are_wider_and_say_so(
+    stack: str, is_known: bool
+) -> None:
+    found = plan(DENSE, cluster(80.0), global_batch=8, stack=stack, top=3)
+    step, all_tables = found.best.step, spread()
+    least = all_tables.low if is_known else min(all_tables.low, NEW_SOFTWARE.low)
+    most = all_tables.high if is_known else max(all_tables.high, NEW_SOFTWARE.high)
+    assert (step.low / step.value, step.high / step.value) == pytest.approx((least, most))
+    shown = render_text(found)
+    assert ("nine of ten published runs lay that no constant" in shown) == is_known
+    assert shown.count(f"no published run is of {stack}") == (0 if is_known else 4)
+
+
+def test_pins_are_shown_with_their_values() -> None:
+    pins = {"pipeline": 1, "recompute": ["none", "full"]}
+    facts = dict(compose(plan(DENSE, cluster(80.0), global_batch=8, pins=pins, top=1)).facts)
+    assert facts["pinned"] == "pipeline=1; recompute=none,full"
+
+
+def test_a_micro_batch_that_may_not_fit_is_not_from_nought() -> None:
+    layout = Layouts.of().row(0)
+    assert limit_words(Limit(1, 0, 1, layout)) == "1 (or none)"
+    assert limit_words(Limit(1, 0, 2, layout)) == "1 (up to 2, or none)"
+    assert limit_words(Limit(4, 3, 5, layout)) == "4 (3 to 5)"
