@@ -26,10 +26,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from trine.record._calibrations import refuse_strange
+
 __all__ = [
     "Peaks",
     "all_calibrated",
     "all_peaks",
+    "busy_while_measured",
     "cache_folder",
     "calibrated",
     "fit_latency_bandwidth",
@@ -46,6 +49,9 @@ logger = logging.getLogger("trine")
 _DTYPES = ("bf16", "fp16", "tf32", "fp8", "fp32")
 _GIB = 2**30
 _CALIBRATION_SCHEMA = "trine.calibration/1"
+#: A time whose upper quartile is so much above the lower one was not measured alone, and so large a share of such times is
+#: not chance.
+VARIED, MOST_VARIED = 0.5, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,21 @@ def quartiles_of(seconds: Sequence[float]) -> list[float]:
     return statistics.quantiles(seconds, n=4, method="inclusive")
 
 
+def busy_while_measured(peaks: Peaks) -> str | None:
+    """That a calibration's times vary by too much for a machine that did nothing else; ``None`` where they do not, or where it
+    keeps no quartiles, as those of earlier releases.
+    """
+    kept = [row["quartiles"] for row in peaks.operations if row.get("quartiles")]
+    far = sum(high > (1 + VARIED) * low for low, _, high in kept)
+    if not kept or far <= MOST_VARIED * len(kept):
+        return None
+    of = "" if peaks.threads is None else f" with {peaks.threads} thread{'s' if peaks.threads != 1 else ''}"
+    return (
+        f"this machine was busy while it was calibrated: {far} of {len(kept)} times{of} vary by more than {VARIED:.0%} between "
+        "the quartiles of their repetitions; run trine hardware --calibrate again when it is idle"
+    )
+
+
 def cache_folder() -> Path:
     """Where Trine keeps what it measured and built: ``$TRINE_CACHE``, else ``~/.cache/trine``."""
     given = os.environ.get("TRINE_CACHE")
@@ -259,9 +280,20 @@ def _giga(text: str) -> float | None:
 
 def _read_calibration(path: Path) -> Peaks | None:
     try:
+        state = path.stat()
+    except OSError:
+        return None  # deleted since it was listed
+    return _read_version(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=64)
+def _read_version(path: Path, modified_ns: int, size_bytes: int) -> Peaks | None:
+    """Each version of a file is read once: so a command that asks again is not warned again."""
+    try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("schema") != _CALIBRATION_SCHEMA:
             raise ValueError("written by another version of Trine")
+        refuse_strange(content)
         return Peaks(**content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning(

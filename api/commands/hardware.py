@@ -25,6 +25,7 @@ from typing import Any
 from trine.record.errors import TrineError, UsageError
 from trine.record.hardware import (
     Peaks,
+    busy_while_measured,
     cache_folder,
     calibrated,
     peaks_of,
@@ -145,6 +146,8 @@ def _peak_lines(peaks: dict[str, Any], word: str) -> list[str]:
             f"          all-reduce of {collective['ranks']} ranks ({collective['backend']}): "
             f"α {collective['alpha_s'] * 1e6:.0f} µs, β {_scaled(collective['bytes_per_s'])}B/s"
         )
+    if peaks["doubt"]:
+        lines.append(f"          {peaks['doubt']}")
     return lines
 
 
@@ -180,7 +183,8 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _plain(peaks: Peaks) -> dict[str, Any]:
-    return asdict(peaks)
+    """``doubt``: that the machine was busy while it was measured; else null."""
+    return {**asdict(peaks), "doubt": busy_while_measured(peaks)}
 
 
 def _torch_facts() -> dict[str, str | None]:

@@ -242,6 +242,24 @@ def test_the_command_says_what_it_measures_and_what_it_leaves_out(
     ]
 
 
+def test_the_command_says_that_the_machine_was_busy_and_keeps_what_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"operation": "copy", "dtype": "fp32", "shape": [8], "seconds": 1.25e-3}
+    rows = [{**row, "quartiles": [1.25e-3, 1.25e-3, high]} for high in [1.3e-3] * 9 + [7.43e-3]]
+    peaks = Peaks(processor_name(), {"fp32": 1e9}, None, None, None, "by hand", True, 1, {}, None, rows)
+    monkeypatch.setenv("TRINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibrate, "calibrate_all", lambda ranks, tell: [(torch.device("cpu"), peaks)])
+    monkeypatch.setattr("trine.optim.runtime.exchange.calibration.codecs_of", lambda device, ranks: [])
+    for command in (["hardware", "--calibrate"], ["hardware"]):
+        assert main([*command, "--no-observer"]) == 0
+        said = capsys.readouterr().out
+        assert "busy while it was calibrated: 1 of 10 times" in said and "again when it is idle" in said
+    assert main(["hardware", "--no-observer", "--format", "json"]) == 0
+    (measured,) = json.loads(capsys.readouterr().out)["processor"]["measured"]
+    assert "1 of 10 times" in measured["doubt"]
+
+
 @pytest.mark.slow
 def test_ranks_that_take_too_long_are_ended() -> None:
     with pytest.raises(TrineError, match="took longer than 0 s"):

@@ -72,6 +72,10 @@ def test_codecs_that_fail_leave_the_rest_of_a_calibration(
     assert kept is not None and list(kept.operations) == [link]
 
 
+def codec_of(device: torch.device) -> dict[str, Any]:
+    return {"operation": "codec", "dtype": str(device), "bytes": 8, "seconds": 1.0, "ratio": 2.0}
+
+
 def test_codecs_of_a_second_kind_of_device_are_measured_on_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -79,11 +83,11 @@ def test_codecs_of_a_second_kind_of_device_are_measured_on_it(
     found = [(device, Peaks(name, {}, None, None, None, "by hand", True)) for name, device in devices.items()]
     monkeypatch.setenv("TRINE_CACHE", str(tmp_path))
     monkeypatch.setattr(calibrate, "calibrate_all", lambda ranks, tell: found)
-    monkeypatch.setattr(calibration, "codecs_of", lambda device, ranks: [{"measured on": str(device)}])
+    monkeypatch.setattr(calibration, "codecs_of", lambda device, ranks: [codec_of(device)])
     assert main(["hardware", "--calibrate", "--no-observer"]) == 0
     for name, device in devices.items():
         kept = calibrated(name)
-        assert kept is not None and list(kept.operations) == [{"measured on": str(device)}]
+        assert kept is not None and list(kept.operations) == [codec_of(device)]
 
 
 def test_products_beside_an_all_reduce_last_as_long_as_it_whatever_a_launch_takes(

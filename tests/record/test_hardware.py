@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from trine.record.hardware import (
     Peaks,
     all_peaks,
+    busy_while_measured,
     cache_folder,
     calibrated,
     peaks_of,
@@ -142,7 +144,8 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
 
 def _measured(name: str, threads: int | None, bf16: float) -> Peaks:
     flops = {"bf16": bf16, "fp32": 6e10}
-    return Peaks(name, flops, None, 1e10, None, "measured here", True, threads, {"alpha_s": 1e-4})
+    collective = {"backend": "gloo", "ranks": 2, "alpha_s": 1e-4, "bytes_per_s": 1e9}
+    return Peaks(name, flops, None, 1e10, None, "measured here", True, threads, collective)
 
 
 def test_calibrations_are_kept_by_device_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +170,26 @@ def test_a_damaged_calibration_counts_as_absent(
     store_calibration(_measured("X", 1, 1e11)).write_text('{"schema": "trine.calibra')
     assert calibrated("X") is None
     assert "calibrate again" in caplog.text
+
+
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_a_machine_that_was_busy_while_it_was_calibrated_is_said_to_have_been(threads: int | None) -> None:
+    row = {"operation": "copy", "dtype": "fp32", "shape": [8], "seconds": 1.0}
+    alone, disturbed = ({**row, "quartiles": [1.0, 1.1, high]} for high in (1.2, 6.0))
+    peaks = _measured("X", threads, 1e11)
+    busy = busy_while_measured(replace(peaks, operations=[alone] * 80 + [disturbed] * 20))
+    assert (
+        busy is not None
+        and "20 of 100 times" in busy
+        and "trine hardware --calibrate again when it is idle" in busy
+    )
+    assert ("thread" in busy) == (threads is not None)
+    for quiet in (
+        [alone] * 96 + [disturbed] * 4,
+        [row] * 100,
+        [],
+    ):  # by chance, by an earlier release, of datasheets
+        assert busy_while_measured(replace(peaks, operations=quiet)) is None
 
 
 def test_processor_name_is_one_line() -> None:
