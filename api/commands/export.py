@@ -4,8 +4,9 @@
     trine export plan.json --row 3 --to torchtitan -o trine_torchtitan.py
     trine export tuned.toml --to accelerate --devices 16 --nodes 2
 
-What the other tool cannot say is named on standard error, one line each; nothing is dropped without a word. Where an export
-is several files, -o names a folder.
+What the other tool cannot say is named on standard error, one line each; nothing is dropped without a word. A plan is for one
+software (trine plan --stack): for another its layout is predicted again, and a first line says what it takes there. Where an
+export is several files, -o names a folder.
 
 Exit codes: 0; 2 for what is no configuration and no plan, and for degrees that do not fit the devices.
 """
@@ -67,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         write_output(written.text, arguments.output)
     else:
         _write_folder(arguments.output, written.files, arguments.config)
+    if written.elsewhere:
+        print(written.elsewhere, file=sys.stderr)
     for line in written.cannot:
         print(f"not said: {line}", file=sys.stderr)
     return 0

@@ -4,6 +4,7 @@
     written = write("torchtitan", exported)
     written.files                                             # name → text
     written.cannot                                            # what torchtitan cannot say, one line each
+    written.elsewhere                                         # what a plan for other software takes there
 
 A dialect is one module here with
 
@@ -11,7 +12,8 @@ A dialect is one module here with
     TOOL       the tool, as its makers spell it, with the release whose words these are
     export(exported)   → :class:`Written`
 
-Adding one is one file here, one test and one line of documentation; the registry finds it. This room stands above those
+Adding one is one file here, its software in :data:`~trine.optim.exports._software.STACKS`, one test and one line of documentation;
+the registry finds it. This room stands above those
 of the dialects, which know what a key is called elsewhere, and of the planner, whose layouts are exported. No key is
 dropped without a word: what a dialect does not say of a configuration is named (:class:`Account`).
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Protocol, cast
@@ -28,6 +31,7 @@ from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Batch, Exported
 from trine.optim.exports._from_layout import config_of
 from trine.optim.exports._reading import exported_from
+from trine.optim.exports._software import loss_words, prediction_words
 from trine.record.errors import UsageError
 
 __all__ = [
@@ -72,4 +76,10 @@ def write(name: str, exported: Exported) -> Written:
         near = difflib.get_close_matches(str(name), dialect_names(), n=1)
         guess = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(f"there is no dialect {name!r}: one of {', '.join(dialect_names())}{guess}")
-    return found.export(exported)
+    written = found.export(exported)
+    lost = loss_words(exported, written)
+    return replace(
+        written,
+        cannot=(lost, *written.cannot) if lost else written.cannot,
+        elsewhere=prediction_words(name, found.TOOL, exported, written),
+    )

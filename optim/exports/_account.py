@@ -10,14 +10,26 @@ from trine.optim.exports._exported import Exported
 
 __all__ = ["Account", "Written"]
 
+#: Keys of ranks that do one thing together, each a kind of parallelism.
+_DEGREES = ("parallel.tensor", "parallel.context", "parallel.pipeline", "parallel.expert")
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Files by name, what they cannot say, and the keys of the configuration that they do say."""
+    """Files by name, what they cannot say, and the keys of the configuration that they do say.
+
+    ``lost``: degrees of parallelism that are left out; ``left``: those that the program or another file has to say. ``kind``: of
+    the file, where a dialect has several for several tools. ``elsewhere``: what the layout of a plan takes under the tool, where
+    it was planned for other software; "" where it was not.
+    """
 
     files: Mapping[str, str]
     cannot: tuple[str, ...]
     said: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    kind: str = ""
+    elsewhere: str = ""
 
     @property
     def text(self) -> str:
@@ -48,6 +60,8 @@ class Account:
         self._tool = tool
         self._lines: list[str] = []
         self._said: list[str] = []
+        self._lost: list[str] = []
+        self._beside: list[str] = []
 
     def takes(self, key: str) -> bool:
         """Whether the configuration sets this key; it counts as said from here on, if it was not named before."""
@@ -71,20 +85,27 @@ class Account:
 
     def misses(self, key: str, why: str) -> None:
         """Name a key, and why it is not in the text. Silent for one that is not set, or that has been said or named."""
+        self._miss(key, why, self._lost)
+
+    def leaves(self, key: str, why: str) -> None:
+        """As :meth:`misses`, of a key that the program or another file has to say."""
+        self._miss(key, why, self._beside)
+
+    def _miss(self, key: str, why: str, where: list[str]) -> None:
         if key not in self._left:
             return
         del self._left[key]
         self._lines.append(f"{key} = {spell(self._changes[key])}: {why}")
+        if key in _DEGREES:
+            where.append(key)
 
     def notes(self, line: str) -> None:
         """Something else that the text cannot say."""
         self._lines.append(line)
 
-    def written(self, files: Mapping[str, str]) -> Written:
+    def written(self, files: Mapping[str, str], kind: str = "") -> Written:
         """The export, with what is left named."""
-        lines = [*self._lines]
-        lines += [
-            f"{key} = {spell(value)}: {self._tool} has no such key" for key, value in self._left.items()
-        ]
-        lines += self._columns.values()
-        return Written(dict(files), tuple(lines), tuple(self._said))
+        for key in tuple(self._left):
+            self.misses(key, f"{self._tool} has no such key")
+        lines = (*self._lines, *self._columns.values())
+        return Written(dict(files), lines, tuple(self._said), tuple(self._lost), tuple(self._beside), kind)

@@ -9,6 +9,7 @@ from typing import Any
 
 from trine.optim.config import Config
 from trine.optim.layout import Layout, arranged
+from trine.optim.plan.cluster import Cluster
 from trine.optim.plan.constants import Stack
 from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.workload import Workload
@@ -47,7 +48,8 @@ class Exported:
 
     ``layout``: the planner's row, as ``Layouts.row`` gives it, where the configuration was made of one; ``lacks``: its columns
     that the configuration cannot say, each with a line. ``devices`` and ``nodes`` of the job, where they are known.
-    ``stack``: the software that the plan is for, where it says so.
+    ``stack``: the software that the plan is for, where it says so; ``cluster`` and ``headroom``: what it is planned on, and the share
+    of a device's memory that stays free.
     """
 
     config: Config
@@ -57,6 +59,8 @@ class Exported:
     nodes: int | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
     stack: Stack | None = None
+    cluster: Cluster | None = None
+    headroom: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("devices", "nodes"):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from trine.optim.config import Config
 from trine.optim.exports._exported import Exported
 from trine.optim.exports._from_layout import checked_row, config_of
+from trine.optim.plan.cluster import Cluster
+from trine.optim.plan.cluster_json import cluster_from_dict
 from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.workload import LatentAttention, Workload
@@ -91,6 +93,7 @@ def _of_plan(plan: Mapping[str, Any], where: str, row: int) -> Exported:
     try:
         workload = _workload(plan.get("workload"))
         exported = exported_of_layout(layout, workload, per_node, _stack(plan.get("stack")))
+        exported = replace(exported, cluster=_cluster(cluster), headroom=_headroom(plan.get("options")))
     except UsageError as error:
         raise UnreadableInput(f"{where}: {error}") from error
     _require_as_planned(Layouts.of(**checked_row(layout)), plan, f"{where}: row {row}")
@@ -112,6 +115,21 @@ def _require_as_planned(layout: Layouts, plan: Mapping[str, Any], where: str) ->
                 f"{where} has {spelled} = {own[name]}, and its plan is for {name.replace('_', ' ')} {planned}: plan anew with "
                 "--pin, in place of changing it by hand"
             )
+
+
+def _cluster(table: Any) -> Cluster | None:
+    """None where the plan does not hold all of it: written by hand, or by an earlier release."""
+    if not isinstance(table, Mapping) or "memory_bytes_per_s" not in table:
+        return None
+    return cluster_from_dict(table)
+
+
+def _headroom(table: Any) -> float:
+    """Of a device's memory; none where the plan does not say."""
+    share = table.get("memory_headroom", 0.0) if isinstance(table, Mapping) else 0.0
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise UsageError(f"memory_headroom of its options is {share!r}, no share from 0 to below 1")
+    return float(share)
 
 
 def _stack(table: Any) -> Stack | None:

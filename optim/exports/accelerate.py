@@ -46,7 +46,7 @@ def export(exported: Exported) -> Written:
     found |= _precision(exported, account, kind)
     found |= _compilation(exported, account)
     _name_the_program(exported, account)
-    return account.written({"accelerate.yaml": yaml_text(found)})
+    return account.written({"accelerate.yaml": yaml_text(found)}, kind)
 
 
 def _kind(exported: Exported) -> str:
@@ -181,7 +181,7 @@ def _deepspeed(exported: Exported, account: Account) -> Tables:
         found["gradient_accumulation_steps"] = exported.batch.count
         account.says("accumulation.steps")
     for key in ("tensor", "context", "expert"):
-        account.misses(
+        account.leaves(
             f"parallel.{key}",
             "is in DeepSpeed's own file: trine export --to deepspeed, and deepspeed_config_file",
         )

@@ -47,7 +47,7 @@ def export(exported: Exported) -> Written:
     config = exported.config.with_changes({"zero.stage": exported.zero_stage})
     tables = tables_of(replace(exported, config=config), account)
     if exported.config.parallel.pipeline > 1:
-        account.misses(
+        account.leaves(
             "parallel.pipeline",
             "a pipeline is a PipelineModule that the program makes: megatron-deepspeed has one",
         )

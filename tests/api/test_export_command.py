@@ -13,6 +13,8 @@ import pytest
 
 from trine.cli import main
 from trine.optim.exports import dialect_names
+from trine.optim.plan.cluster_files import cluster_of
+from trine.optim.plan.cluster_json import cluster_to_dict
 
 
 def plan_of(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -80,6 +82,29 @@ def test_several_files_go_into_a_folder(plan: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["ds_config.json", "megatron.flags"]
     assert json.loads((folder / "ds_config.json").read_text())["train_batch_size"] == 64
     assert "--deepspeed_config ds_config.json" in (folder / "megatron.flags").read_text()
+
+
+def test_a_plan_for_other_software_says_what_it_takes_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    row = {"data": 32, "context": 2, "zero_stage": 1, "microbatches": 16}
+    known = {
+        "workload": asdict(cases.DENSE),
+        "cluster": cluster_to_dict(cluster_of("dgx-h100", 64)),
+        "stack": {"name": "megatron-core"},
+        "options": {"global_batch": 512, "memory_headroom": 0.1},
+    }
+    path.write_text(json.dumps(plan_of(row, **known)))
+    assert main(["export", str(path), "--to", "pytorch"]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("planned for megatron-core (") and first.endswith(": plan with --stack trine")
+    assert "under trine this layout does not fit: " in first and "72.0 GiB may be used" in first
+    assert main(["export", str(path), "--to", "megatron"]) == 0
+    assert "planned for" not in capsys.readouterr().err
+    path.write_text(json.dumps(plan_of(row, **{**known, "options": {"memory_headroom": "0.1"}})))
+    assert main(["export", str(path), "--to", "pytorch"]) == 2
+    assert "memory_headroom of its options is '0.1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", dialect_names())
