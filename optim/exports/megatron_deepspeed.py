@@ -148,6 +148,11 @@ def _add_parallel(flags: Flags, exported: Exported, account: Account) -> None:
         account.notes("CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment: --sequence-parallel insists on it")
     if account.takes("parallel.expert"):
         flags.add("--moe-expert-parallel-size", parallel.expert)
+    if parallel.pipeline > 1 and (exported.is_mixture or parallel.expert > 1):
+        account.notes(
+            "--num-experts beside --pipeline-model-parallel-size: its mixtures have no pipeline (examples_deepspeed/MoE): take a "
+            "layout without"
+        )
     account.misses("parallel.plan", "its own modules know how they are cut")
     if account.takes("compute.attention") and exported.config.compute.attention == "flash":
         flags.add("--use-flash-attn-v2")

@@ -11,6 +11,7 @@ import pytest
 from trine.optim.exports import Exported, write
 from trine.optim.exports._reading import exported_of_layout
 from trine.optim.plan.constants import stack_named
+from trine.optim.plan.workload import Workload
 
 
 def flags(exported: Exported) -> dict[str, str]:
@@ -85,3 +86,15 @@ def test_checkpoints_of_recomputed_blocks_go_to_host_memory() -> None:
     alone = write("deepspeed", exported)
     assert json.loads(alone.text)["activation_checkpointing"] == {"cpu_checkpointing": True}
     assert "offload.activations" not in cases.named(alone)
+
+
+@pytest.mark.parametrize(
+    ("workload", "pipeline", "told"),
+    [(cases.MIXTURE, 4, True), (cases.MIXTURE, 1, False), (cases.DENSE, 4, False)],
+)
+def test_mixtures_beside_a_pipeline_are_named_for_megatron_deepspeed(
+    workload: Workload, pipeline: int, told: bool
+) -> None:
+    row = {"data": 8, "expert": 8, "pipeline": pipeline, "microbatches": 8}
+    cannot = write("megatron-deepspeed", exported_of_layout(row, workload)).cannot
+    assert any("its mixtures have no pipeline" in line for line in cannot) == told
