@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from trine.optim.plan.cluster import Cluster
 from trine.optim.plan.cluster_json import cluster_from_dict
 from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.layouts import Layouts
-from trine.optim.plan.workload import LatentAttention, Workload
+from trine.optim.plan.workload import Workload
+from trine.optim.plan.workload_files import check_field, latent_from_table
 from trine.record.errors import UnreadableInput, UsageError
 
 __all__ = ["SCHEMA", "exported_from", "exported_of_layout"]
 
 #: What ``trine plan --format json`` writes.
 SCHEMA = "trine.plan/1"
+#: Characters of what stands in the place of rows that a message repeats.
+_SHOWN = 40
 
 
 def exported_from(
@@ -79,7 +82,10 @@ def _parsed(path: Path) -> Mapping[str, Any]:
 def _of_plan(plan: Mapping[str, Any], where: str, row: int) -> Exported:
     rows = plan.get("rows")
     if not isinstance(rows, list) or not rows:
-        raise UnreadableInput(f"{where} holds no layouts: its plan found none that fits")
+        said = "none" if "rows" not in plan else json.dumps(rows)[:_SHOWN]
+        raise UnreadableInput(
+            f'{where} holds no layouts: its "rows" are {said}, no list with one each: write the plan anew by trine plan'
+        )
     if not 1 <= row <= len(rows):
         raise UsageError(f"{where} holds {len(rows)} layouts: --row takes 1 to {len(rows)}, not {row}")
     chosen = rows[row - 1]
@@ -151,11 +157,12 @@ def _workload(table: Any) -> Workload | None:
     unknown = sorted(str(name) for name in table if name not in known)
     if unknown:
         raise UsageError(f"a workload has no {unknown[0]!r}")
-    given = dict(table)
-    latent = given.pop("latent", None)
-    try:
-        if latent is not None:
-            given["latent"] = LatentAttention(**latent)
-        return Workload(**given)
-    except TypeError as error:
-        raise UsageError(f"its workload is not one: {error}") from None
+    given = {key: value for key, value in table.items() if key != "latent" or value is not None}
+    for key, value in given.items():
+        check_field(key, value, "its workload")
+    missing = [each.name for each in fields(Workload) if each.default is MISSING and each.name not in given]
+    if missing:
+        raise UsageError(f"its workload has no {missing[0]}")
+    if "latent" in given:
+        given["latent"] = latent_from_table(given["latent"], "its workload")
+    return Workload(**given)

@@ -23,7 +23,7 @@ from trine.optim.plan.huggingface import workload_from_config
 from trine.optim.plan.workload import LatentAttention, Workload
 from trine.record.errors import UnreadableInput, UsageError
 
-__all__ = ["model_names", "workload_from_table", "workload_of"]
+__all__ = ["check_field", "latent_from_table", "model_names", "workload_from_table", "workload_of"]
 
 _NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
 #: Sizes that hold one where a whole number is asked for; the rest are counts.
@@ -81,9 +81,9 @@ def workload_from_table(table: Mapping[str, Any], name: str, where: str) -> Work
     check_keys(table, known | beside, where)
     given = {key: value for key, value in table.items() if key not in beside}
     for key, value in given.items():
-        _check(key, value, where)
+        check_field(key, value, where)
     if isinstance(given.get("latent"), Mapping):
-        given["latent"] = _latent(given["latent"], where)
+        given["latent"] = latent_from_table(given["latent"], where)
     if "like" in table:
         return _changed(_base(table["like"], where), {"name": name, **given})
     for key in _NEEDED:
@@ -132,7 +132,8 @@ def _changed(base: Workload, given: dict[str, Any]) -> Workload:
     return base.with_changes(**{**changes, **given})
 
 
-def _check(key: str, value: Any, where: str) -> None:
+def check_field(key: str, value: Any, where: str) -> None:
+    """Raises ``UsageError`` for a value that this field of a workload cannot have."""
     kinds = {field.name: str(field.type) for field in fields(Workload)}
     if key == "latent":
         wanted, fits = "a table", isinstance(value, Mapping)
@@ -150,7 +151,8 @@ def _check(key: str, value: Any, where: str) -> None:
         raise UsageError(f"{where}: {key} must not be negative, not {value}")
 
 
-def _latent(table: Mapping[str, Any], where: str) -> LatentAttention:
+def latent_from_table(table: Mapping[str, Any], where: str) -> LatentAttention:
+    """The table ``[latent]`` of a workload. Raises ``UsageError``."""
     check_keys(table, [field.name for field in fields(LatentAttention)], f"{where}: [latent]")
     for key, value in table.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:

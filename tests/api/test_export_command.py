@@ -27,6 +27,11 @@ def plan_of(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return plan | changes
 
 
+def changed(**fields: Any) -> dict[str, Any]:
+    """A model, tampered with."""
+    return asdict(cases.DENSE) | fields
+
+
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
@@ -128,20 +133,31 @@ def test_the_help_names_every_dialect(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("content", "arguments", "words"),
     [
-        (plan_of(), [], "holds no layouts: its plan found none that fits"),
+        (plan_of(), [], 'holds no layouts: its "rows" are [], no list with one each: write the plan anew'),
+        ({"schema": "trine.plan/1"}, [], 'its "rows" are none'),
         (plan_of({"tensor": 2}), ["--row", "2"], "holds 1 layouts: --row takes 1 to 1, not 2"),
         (plan_of({"tensor": 2}), ["--row", "0"], "--row takes 1 to 1, not 0"),
         (plan_of({"tensor": 2}), ["--devices", "8"], "is a plan, which says its devices and nodes"),
         (plan_of({"tensor": "2"}), [], "tensor of a layout takes a whole number, not '2'"),
         (plan_of({"tensr": 2}), [], "a layout has no 'tensr'"),
         (plan_of({"tensor": 2}, rows=[{"step_s": 1.0}]), [], "row 1 has no layout"),
-        (plan_of({"tensor": 2}, rows="none"), [], "holds no layouts"),
+        (plan_of({"tensor": 2}, rows="none"), [], 'its "rows" are "none"'),
         (
             plan_of({"tensor": 2}, schema="trine.analysis/1"),
             [],
             'its "schema" is "trine.analysis/1", not "trine.plan/1"',
         ),
-        (plan_of({"tensor": 2}, workload={"name": "x"}), [], "its workload is not one"),
+        (plan_of({"tensor": 2}, workload={"name": "x"}), [], "its workload has no layers"),
+        (
+            plan_of({"tensor": 2}, workload=changed(layers="32")),
+            [],
+            "layers must be a whole number, not '32'",
+        ),
+        (plan_of({"tensor": 2}, workload=changed(gated=1)), [], "gated must be true or false, not 1"),
+        (plan_of({"tensor": 2}, workload=changed(rotary_base=None)), [], "rotary_base must be a number"),
+        (plan_of({"tensor": 2}, workload=changed(latent=3)), [], "latent must be a table, not 3"),
+        (plan_of({"tensor": 2}, workload=changed(latent={"kv_rank": "x"})), [], "latent.kv_rank must be"),
+        (plan_of({"tensor": 2}, workload=changed(latent={"rank": 1})), [], "has no key 'rank'"),
         (plan_of({"tensor": 2}, workload={"layer": 2}), [], "a workload has no 'layer'"),
         (plan_of({"tensor": 2}, workload=[]), [], "its workload is no table"),
         (plan_of({"tensor": 2}, cluster={"devices_per_node": "8"}), [], "is '8', no whole number"),
