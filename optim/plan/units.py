@@ -89,7 +89,10 @@ def spell_bytes(value: float) -> str:
 
 
 def spell_seconds(value: float) -> str:
-    """For people: ``"1.23 s"``, ``"45.6 ms"``."""
+    """For people: ``"1.23 s"``, ``"45.6 ms"``; from a thousand seconds on minutes, hours and days."""
+    for unit, factor, least in (("days", 86400, 360_000), ("h", 3600, 3600), ("min", 60, 1000)):
+        if abs(value) >= least:
+            return f"{value / factor:.1f} {unit}"
     if abs(value) >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.1f} µs"

@@ -12,6 +12,7 @@ import pytest
 import trine
 from trine.analyzers.findings import gather
 from trine.analyzers.findings._gain import REPLAYED, predict
+from trine.analyzers.reports.document import Table
 from trine.analyzers.reports.studies.what_if import section
 from trine.analyzers.studies import what_if
 from trine.analyzers.studies.what_if import Answer, WhatIfs
@@ -45,6 +46,31 @@ def test_its_section_says_first_how_far_the_replay_is_off(analysis: Any) -> None
     # No change that moves the step by a hundredth: nothing is drawn.
     none = Answer("loader_wait = false", *(step,) * 3, *(0,) * 3)
     assert section(replace(study, answers=(none,)), analysis, 8) is None
+
+
+def test_its_table_says_what_a_change_gains_from_and_to(analysis: Any) -> None:
+    study = replace(analysis.study("what_if"), step_ns=541_000_000)
+    ms = 1_000_000
+    gains = (
+        Answer("sure", 475 * ms, 506 * ms, 563 * ms, 6 * ms, 34 * ms, 58 * ms),
+        Answer("unsure", 500 * ms, 530 * ms, 570 * ms, -17 * ms, 11 * ms, 20 * ms),
+        Answer("cost", 600 * ms, 641 * ms, 700 * ms, -150 * ms, -100 * ms, -60 * ms),
+    )
+    drawn = section(replace(study, answers=gains), analysis, 8)
+    assert drawn is not None
+    (table,) = (block for block in drawn.blocks if isinstance(block, Table))
+    assert [column.title for column in table.columns] == [
+        "change",
+        "step",
+        "gain",
+        "of the step",
+        "gain between",
+    ]
+    assert table.rows == (
+        ("sure", "506 ms", "34.0 ms", "6.3 %", "6.00 ms and 58.0 ms"),
+        ("unsure", "530 ms", "11.0 ms", "2.0 %", "−17.0 ms and 20.0 ms"),
+        ("cost", "641 ms", "−100 ms", "−18 %", "−150 ms and −60.0 ms"),
+    )
 
 
 def test_a_recommended_change_is_replayed_and_amdahl_stays_among_the_inputs(analysis: Any) -> None:

@@ -19,7 +19,7 @@ LEAST_SHARE = 0.01
 
 
 def section(result: WhatIfs, analysis: Analysis, most_rows: int) -> Section | None:
-    """How far the replay is off, a row a change that moves the step, and what is assumed of it."""
+    """How far the replay is off, a row a change that moves the step with what it gains from and to, and what is assumed of it."""
     worth = sorted(
         (each for each in result.answers if abs(each.gain_mid_ns) >= LEAST_SHARE * result.step_ns),
         key=lambda each: -each.gain_mid_ns,
@@ -37,7 +37,7 @@ def section(result: WhatIfs, analysis: Analysis, most_rows: int) -> Section | No
     title = "What would a change make of this step?"
     if not worth:
         return Section("what-if", title, (Paragraph(words),))
-    columns = (Column("change"), *right("step", "between", "gain", "of the step"))
+    columns = (Column("change"), *right("step", "gain", "of the step", "gain between"))
     table = Table(columns, tuple(_row(each, result) for each in worth[:most_rows]))
     assumed = _assumed(worth[:most_rows])
     return Section("what-if", title, (Paragraph(words), table, *([Paragraph(assumed)] if assumed else [])))
@@ -51,11 +51,15 @@ def _assumed(shown: Sequence[Answer]) -> str:
 
 
 def _row(each: Answer, result: WhatIfs) -> tuple[str, ...]:
-    sign = "−" if each.gain_mid_ns < 0 else ""
+    share = percent(abs(each.gain_mid_ns) / result.step_ns)
     return (
         each.change,
         duration(each.predicted_mid_ns),
-        f"{duration(each.predicted_low_ns)}–{duration(each.predicted_high_ns)}",
-        f"{sign}{duration(abs(each.gain_mid_ns))}",
-        f"{sign}{percent(abs(each.gain_mid_ns) / result.step_ns)}",
+        _signed(each.gain_mid_ns),
+        f"−{share}" if each.gain_mid_ns < 0 else share,
+        f"{_signed(each.gain_low_ns)} and {_signed(each.gain_high_ns)}",
     )
+
+
+def _signed(ns: int) -> str:
+    return f"−{duration(-ns)}" if ns < 0 else duration(ns)

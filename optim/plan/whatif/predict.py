@@ -9,7 +9,8 @@ Its interval is a bootstrap over what was measured (Efron and Tibshirani 1993, c
 replacement, and of every draw the median is multiplied by the ratio of one of the replayed steps, drawn as well. A change
 that reads calibrated times is known as well as they are: it is made again with calibrations that might have been measured as
 well (:attr:`OperationTimes.draws`), and the ratio is drawn with the deviation that they make. And it is known as well as the
-graph, whose own length is off by so much from the steps that it stands for.
+graph, whose own length is off by so much from the steps that it stands for. All of it is drawn as factors, by their
+logarithms, so that no draw is a step of no time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from trine.optim.config import Config
+from trine.optim.plan.units import spell_seconds
 from trine.optim.plan.whatif.build import Array, Steady, graph_of
 from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task, is_pipeline, mapped
 from trine.optim.plan.whatif.replay import replay
@@ -78,10 +80,11 @@ class WhatIf:
 
     def __str__(self) -> str:
         asked = ", ".join(f"{key} = {value}" for key, value in self.changes.items())
+        off = "longer" if self.usual_error > 0 else "shorter"
         return (
-            f"{asked}: {self.predicted.mid * 1e3:.4g} ms a step instead of {self.step.mid * 1e3:.4g} "
-            f"({self.predicted.low * 1e3:.4g} to {self.predicted.high * 1e3:.4g}; the replay is {self.replay_error:.1%} off, "
-            f"of the usual step {self.usual_error:+.1%})"
+            f"{asked}: {spell_seconds(self.predicted.mid)} a step instead of {spell_seconds(self.step.mid)}, "
+            f"{_gained(self.gain)}; the replay is {self.replay_error:.1%} off, and the graph that is changed "
+            f"{abs(self.usual_error):.1%} {off} than the usual step"
         )
 
 
@@ -125,6 +128,8 @@ class Recorded:
         if times.asked:
             if not self.times.draws:
                 graph = graph.with_note(_UNSURE)
+            if self.times.doubt is not None:
+                graph = graph.with_note(self.times.doubt)
             deviation = _deviation(self.graph, changes, self.times)
         before, after = _bootstrap(measured, ratios, deviation, error)
         usual = float(np.median(measured))
@@ -237,7 +242,7 @@ _UNSURE = "how calibrated times vary is not in the interval: this calibration ke
 
 
 def _deviation(graph: Graph, changes: Mapping[str, Any], times: OperationTimes) -> float:
-    """Of the ratio of the step with and without the changes, over calibrations that might have been measured as well."""
+    """Of the logarithm of the step with the changes, over calibrations that might have been measured as well."""
     if not times.draws:
         return 0.0
     step = graph.steps[0]
@@ -250,8 +255,8 @@ def _deviation(graph: Graph, changes: Mapping[str, Any], times: OperationTimes) 
 
     count = max(TRIED_TASKS // sum(len(each.tasks) for each in step.ranks), LEAST_TRIED)
     usual = seconds(times)
-    off = [seconds(each) - usual for each in times.draws[:count]]
-    return sqrt(fmean(each**2 for each in off)) / replay(step, graph.slowdown).seconds
+    off = [log(seconds(each) / usual) for each in times.draws[:count]]
+    return sqrt(fmean(each**2 for each in off))
 
 
 def _apart(step: Step, slowdown: float) -> Step:
@@ -285,15 +290,24 @@ def _quick(each: RankStep, slowdown: float) -> RankStep:
 def _bootstrap(measured: Array, ratios: Array, deviation: float, error: float) -> tuple[Array, Array]:
     """Medians of draws before the change, and the same draws after it, each of shape (DRAWS,).
 
-    ``deviation``: of the ratio, by the calibration. ``error``: of the graph, relative, either way.
+    ``deviation``: of the ratio's logarithm, by the calibration. ``error``: of the graph, relative, either way.
     """
     random = np.random.default_rng(0)
     drawn = random.choice(measured, (DRAWS, len(measured)))
     before = np.median(drawn, axis=1)
-    change = random.choice(ratios, DRAWS) - 1 + deviation * random.standard_normal(DRAWS)
+    factors = random.choice(ratios, DRAWS) * np.exp(deviation * random.standard_normal(DRAWS))
     # What the graph has too much of, or lacks, is in both replays: of it, only the change's share is in doubt.
-    after = before * (1 + change * (1 + random.choice([-1, 1], DRAWS) * abs(error)))
-    return before, np.maximum(after, 0.0)
+    return before, before * factors ** (1 + random.choice([-1, 1], DRAWS) * abs(error))
+
+
+def _gained(gain: Interval) -> str:
+    """A gain or a cost, and what it lies between."""
+    if gain.low < 0 < gain.high:
+        between = f"between a cost of {spell_seconds(-gain.low)} and a gain of {spell_seconds(gain.high)}"
+        return f"{'a gain' if gain.mid >= 0 else 'a cost'} of {spell_seconds(abs(gain.mid))} ({between})"
+    low, high = sorted((abs(gain.low), abs(gain.high)))
+    word = "cost" if gain.mid < 0 else "gain"
+    return f"a {word} of {spell_seconds(abs(gain.mid))} ({spell_seconds(low)} to {spell_seconds(high)})"
 
 
 def _interval(mid: float, draws: Any) -> Interval:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from trine.optim.plan.whatif.operators import Product
 from trine.record.errors import UsageError
-from trine.record.hardware import Peaks, fit_latency_bandwidth
+from trine.record.hardware import Peaks, busy_while_measured, fit_latency_bandwidth
 
 __all__ = ["Link", "OperationTimes"]
 
@@ -32,8 +32,11 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 DRAWN = 12
 #: Of TernGrad: sums of more codes do not fit a byte.
 MOST_TERNARY_RANKS = 127
-#: Of a normal distribution the quartiles lie so many standard deviations apart.
-_QUARTILES = 1.349
+#: Of a normal distribution a quartile lies so many standard deviations from the median.
+_QUARTILE = 0.6745
+#: Of the logarithm of a time, at most: 95 % of draws within half of it and twice. Repetitions that vary by more than that say
+#: that the machine was busy, and no more of what an operation takes.
+MOST_DEVIATION = math.log(2) / 1.96
 
 
 class Link:
@@ -126,7 +129,9 @@ class OperationTimes:
         """:data:`DRAWN` calibrations that might have been measured as well; none where this one keeps no quartiles.
 
         Every operation's times in a dtype are moved together, each size by as much as its own repetitions varied: what
-        disturbs one size disturbs its neighbours, and would not average out over a step's many sizes.
+        disturbs one size disturbs its neighbours, and would not average out over a step's many sizes. By as much as one
+        repetition varied, not as their median would: what makes two calibrations differ (clocks, caches, pages) is common
+        to all repetitions of one, so that more of them do not average it out.
         """
         rows = [] if self._peaks is None else list(self._peaks.operations)
         if self._peaks is None or not any(_deviation(row) for row in rows):
@@ -166,6 +171,11 @@ class OperationTimes:
         at = math.log(max(elements, 1.0))
         found = float(np.exp(np.interp(at, sizes, seconds)))
         return found * math.exp(max(at - float(sizes[-1]), 0.0))
+
+    @property
+    def doubt(self) -> str | None:
+        """That the machine was busy while it was calibrated, if it was."""
+        return None if self._peaks is None else busy_while_measured(self._peaks)
 
     @property
     def on_host(self) -> bool:
@@ -222,9 +232,15 @@ def _ternary_bits(ranks: int) -> int:
 
 
 def _deviation(row: Mapping[str, Any]) -> float:
-    """A row's standard deviation over its repetitions, relative; nought where it keeps no quartiles."""
-    low, middle, high = row.get("quartiles") or (1.0, 1.0, 1.0)
-    return (high - low) / (_QUARTILES * middle) if middle > 0 else 0.0
+    """Of the logarithm of a row's time, the standard deviation over its repetitions; nought where it keeps no quartiles.
+
+    Of the faster half: a busy machine only ever makes a repetition slower, so what lies above the median says how busy it
+    was, and what lies below how well the operation's own time is known.
+    """
+    low, middle, _ = row.get("quartiles") or (1.0, 1.0, 1.0)
+    if middle <= 0:
+        return 0.0
+    return min(math.log(middle / low) / _QUARTILE, MOST_DEVIATION) if low > 0 else MOST_DEVIATION
 
 
 def _moved(row: Mapping[str, Any], deviations: float) -> Mapping[str, Any]:

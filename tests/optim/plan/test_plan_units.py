@@ -71,3 +71,10 @@ def test_spelling() -> None:
         and spell_seconds(0.0456) == "45.6 ms"
         and spell_seconds(1.2e-5) == "12.0 µs"
     )
+    for seconds, words in (
+        (999.0, "999.00 s"),
+        (1200.0, "20.0 min"),
+        (-5400.0, "-1.5 h"),
+        (7.57e6, "87.6 days"),
+    ):
+        assert spell_seconds(seconds) == words
