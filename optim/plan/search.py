@@ -22,6 +22,7 @@ from trine.optim.plan.pareto import Staircase, front
 from trine.optim.plan.problem import Problem
 from trine.optim.plan.space import saving_choices, savings
 from trine.optim.plan.step import Estimates, predict
+from trine.optim.plan.tight_budgets import tight_budgets
 
 __all__ = ["Found", "Searcher", "Tally"]
 
@@ -221,13 +222,20 @@ class Searcher:
         self.tally.weighed += len(away)
         if not len(good):
             return None
-        children, of = savings(self.problem, away.take(good), ("recompute",))
+        away, parents = away.take(good), parents[good]
+        children, of = self._with_tight(away, *savings(self.problem, away, ("recompute",)))
         found = self._weighed(children)
-        rows = live[parents[good[of]]]
+        rows = live[parents[of]]
         keep = (found.peak_bytes <= self.problem.capacity_bytes) & (
             found.step_s <= limits[rows] * (1 + _EQUAL)
         )
         return _Children(found.take(keep), rows[keep])
+
+    def _with_tight(self, parents: Layouts, children: Layouts, of: Integers) -> tuple[Layouts, Integers]:
+        """Children, and of each parent the smallest budget of recomputation that fits."""
+        tight, rows = tight_budgets(self.problem, parents, self.peak_bytes)
+        self.tally.weighed += len(tight)
+        return Layouts.joined([children, tight]), np.concatenate([of, rows])
 
     def _best(self, kept: list[_Children], ways: Integers, count: int) -> Found:
         """Of each way the fastest, of equal ones that with least memory, then the plainest."""
@@ -242,7 +250,6 @@ class Searcher:
 
     def front(self, *, offload: bool) -> Found:
         """Layouts that no other beats in both step time and memory, in ascending time. ``offload`` False: on devices alone."""
-        columns = ("recompute", *OFFLOADED) if offload else ("recompute",)
         lean_bytes = self.least_bytes(self.shapes, offload=offload)
         staircase, kept = Staircase(), [self._plain(self.leanest_bytes <= self.problem.capacity_bytes).found]
         kept[0] = kept[0].take(front(kept[0].step_s, kept[0].peak_bytes))
@@ -254,7 +261,10 @@ class Searcher:
             live = batch[~staircase.beats(self.fastest_s[batch], lean_bytes[batch])]
             if not len(live):
                 continue
-            children, _ = savings(self.problem, self.shapes.take(live), columns)
+            away = self.shapes.take(live)
+            if offload:
+                away, _ = savings(self.problem, away, OFFLOADED, settled=False)
+            children, _ = self._with_tight(away, *savings(self.problem, away, ("recompute",)))
             found = self._weighed(children)
             found = found.take(found.peak_bytes <= self.problem.capacity_bytes)
             found = found.take(front(found.step_s, found.peak_bytes))
