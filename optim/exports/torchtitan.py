@@ -14,6 +14,8 @@ from typing import Any
 from trine.optim.config import Config
 from trine.optim.exports._account import Account, Written
 from trine.optim.exports._exported import Exported
+from trine.optim.plan.stages import stage_counts
+from trine.optim.plan.workload import Workload
 
 __all__ = ["NAME", "TOOL", "export"]
 
@@ -219,52 +221,72 @@ def _pipeline(exported: Exported, account: Account) -> Fields:
 
 
 def _stages(exported: Exported, account: Account, schedule: str) -> Fields:
-    """Where they are more than the one or two a rank that the schedule has by itself (``_get_pipeline_metadata``).
-
-    torchtitan counts stages anew: layers, with embedding and head as one each, by ``pipeline_parallel_layers_per_stage``,
-    rounded up. Where no number of layers comes to the stages, they are lists of modules, by the names of its own models.
-    """
+    """How torchtitan comes to the stages; by itself it has the one or two a rank that the schedule wants."""
     parallel, workload = exported.config.parallel, exported.workload
-    if schedule in _ONE_STAGE:
-        account.misses("parallel.chunks", f"{schedule} has one stage a rank")
-        return {}
-    if schedule in _TWO_STAGES and parallel.chunks > 2:
-        account.misses("parallel.chunks", f"{schedule} has two stages a rank")
-        return {}
-    if parallel.chunks <= 2:
-        account.says("parallel.chunks")
-        return {}
+    usual = 1 if schedule in _ONE_STAGE else 2
+    a_rank = usual if schedule in _ONE_STAGE | _TWO_STAGES else max(parallel.chunks, usual)
+    if parallel.chunks > a_rank:
+        words = "one stage" if usual == 1 else "two stages"
+        account.misses("parallel.chunks", f"{schedule} has {words} a rank")
     if workload is None:
+        if a_rank == usual:
+            account.says("parallel.chunks")
         account.misses(
             "parallel.chunks", "the model's layers are not known: pipeline_parallel_layers_per_stage"
         )
         return {}
-    counted, stages = workload.layers + 2, parallel.pipeline * parallel.chunks
-    each = -(-counted // stages)
-    if counted < stages:
+    stages = parallel.pipeline * a_rank
+    if workload.layers + 2 < stages:
         account.misses("parallel.chunks", f"{workload.layers} layers are too few for {stages} stages")
-    elif -(-counted // each) == stages:
-        account.says("parallel.chunks")
-        return {"pipeline_parallel_layers_per_stage": each}
-    elif workload.name.casefold() in _MODELS:
-        account.says("parallel.chunks")
-        return {"module_fqns_per_model_part": _modules(workload.layers, stages)}
-    account.misses(
-        "parallel.chunks",
-        f"no number of layers a stage comes to {stages} stages: list its modules, module_fqns_per_model_part",
+        return {}
+    found = _cut(exported, workload, account, stages, by_itself=a_rank == usual)
+    account.says("parallel.chunks")
+    return found
+
+
+def _cut(exported: Exported, workload: Workload, account: Account, stages: int, *, by_itself: bool) -> Fields:
+    """The stages of the plan: as torchtitan cuts them, or as a list of modules, by the names of its own models.
+
+    More stages than it has by itself it counts by ``pipeline_parallel_layers_per_stage``, rounded up
+    (``_get_pipeline_metadata``), which not every number of stages is reached by.
+    """
+    own = _own_counts(workload.layers, stages)
+    counts = own if exported.layout is None else stage_counts(workload.layers, stages)
+    each = -(-(workload.layers + 2) // stages)
+    comes_to_them = by_itself or -(-(workload.layers + 2) // each) == stages
+    found: Fields = {} if by_itself else {"pipeline_parallel_layers_per_stage": each}
+    if counts == own and comes_to_them:
+        return found
+    if workload.name.casefold() in _MODELS:
+        return {"module_fqns_per_model_part": _modules(counts)}
+    how = "list its modules, module_fqns_per_model_part"
+    if not comes_to_them:
+        account.misses("parallel.chunks", f"no number of layers a stage comes to {stages} stages: {how}")
+        return {}
+    account.notes(
+        f"stages: embedding and head count as a layer each there, and stages have {min(own)} to {max(own)} layers where the plan "
+        f"has {min(counts)} to {max(counts)}: {how}"
     )
-    return {}
+    return found
 
 
-def _modules(layers: int, stages: int) -> list[list[str]]:
-    """The modules of each stage, as torchtitan spreads them: evenly, the first stages fuller by one."""
-    names = ["tok_embeddings", *(f"layers.{layer}" for layer in range(layers)), "norm"]
+def _own_counts(layers: int, stages: int) -> list[int]:
+    """Layers of each stage as torchtitan spreads them: evenly, with embedding and head as one each, the first stages fuller."""
+    even, fuller = divmod(layers + 2, stages)
+    counts = [even + (stage < fuller) for stage in range(stages)]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return counts
+
+
+def _modules(counts: list[int]) -> list[list[str]]:
+    """The modules of stages of so many layers."""
     found, first = [], 0
-    for stage in range(stages):
-        past = first + len(names) // stages + (stage < len(names) % stages)
-        found.append(names[first:past])
-        first = past
-    found[-1].append("lm_head")  # beside the norm, which stands for both above
+    for count in counts:
+        found.append([f"layers.{layer}" for layer in range(first, first + count)])
+        first += count
+    found[0].insert(0, "tok_embeddings")
+    found[-1] += ["norm", "lm_head"]
     return found
 
 

@@ -16,8 +16,9 @@ from other_tools import run_with
 from trine.optim.config import Config
 from trine.optim.exports import Exported, write
 from trine.optim.exports._reading import exported_of_layout
-from trine.optim.exports.torchtitan import _MODELS
+from trine.optim.exports.torchtitan import _MODELS, _own_counts
 from trine.optim.plan.constants import stack_named
+from trine.optim.plan.stages import stage_counts
 
 
 def built(exported: Exported) -> Any:
@@ -163,7 +164,14 @@ def test_any_layout_builds_and_fills_its_devices(exported: Exported) -> None:
         (80, 4, 4, "module_fqns_per_model_part"),
         (126, 4, 4, "pipeline_parallel_layers_per_stage"),
         (30, 4, 8, "pipeline_parallel_layers_per_stage"),
-        (32, 4, 2, None),
+        (
+            32,
+            4,
+            2,
+            "module_fqns_per_model_part",
+        ),  # by itself it had 3 to 5 layers a stage, where the plan has 4
+        (80, 4, 10, "module_fqns_per_model_part"),
+        (30, 4, 2, None),
     ],
 )
 def test_stages_a_rank_are_those_of_the_plan(
@@ -180,8 +188,24 @@ def test_stages_a_rank_are_those_of_the_plan(
     if parts:
         everything = ["tok_embeddings", *(f"layers.{layer}" for layer in range(layers)), "norm", "lm_head"]
         assert [name for part in parts for name in part] == everything
-        sizes = [len(part) - ("lm_head" in part) for part in parts]
-        assert max(sizes) - min(sizes) <= 1
+    counts = [sum("layers" in name for name in part) for part in parts or ()]
+    assert (counts or _own_counts(layers, pipeline * chunks)) == stage_counts(layers, pipeline * chunks)
+
+
+@pytest.mark.parametrize(
+    ("layers", "listed"), [(80, [20, 20, 20, 20]), (126, None), (30, None), (31, None), (32, [8, 8, 8, 8])]
+)
+def test_stages_of_one_a_rank_have_the_layers_that_the_plan_counted(
+    layers: int, listed: list[int] | None
+) -> None:
+    row = {"pipeline": 4, "microbatches": 8}
+    known = exported_of_layout(row, cases.DENSE.with_changes(layers=layers))
+    parts = built(known).parallelism.module_fqns_per_model_part
+    assert (parts and [sum("layers" in name for name in part) for part in parts]) == listed
+    other = exported_of_layout(row, cases.DENSE.with_changes(layers=layers, name="another"))
+    told = [line for line in write("torchtitan", other).cannot if line.startswith("stages: ")]
+    assert len(told) == (listed is not None)
+    assert all(f"the plan has {min(listed or ())} to {max(listed or ())}" in line for line in told)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +284,7 @@ def test_torchtitans_own_parser_reads_exports(tmp_path: Path) -> None:
     given = (str(tmp_path), json.dumps(list(rows)), json.dumps(sorted(set(_MODELS.values()))))
     said = run_with("torchtitan", READ, *given, folder=tmp_path)
     dense, stages, plain, experts = json.loads(said.splitlines()[-1])
-    assert dense == [2, "ZBVZeroBubble", 4, 128, 8192, "FullAC.Config", 32, None]
+    assert dense == [2, "ZBVZeroBubble", 4, 128, 8192, "FullAC.Config", 32, 4]
     assert stages[:2] == [1, "Interleaved1F1B"] and stages[-2:] == [32, 32]
     assert plain[2:6] == [64, 64, 8192, "SelectiveAC.Config"]
     assert experts[2] == 64 and experts[6] == 61
