@@ -38,6 +38,9 @@ class _Parser(argparse.ArgumentParser):
     """Complains in one line, without the usage that pushes it off the screen."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            # argparse takes -1T for an option.
+            message += " (one that begins with a - is written after =, as --option=-1)"
         raise UsageError(f"{message}; see '{self.prog} --help'")
 
 

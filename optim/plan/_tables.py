@@ -32,8 +32,15 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnreadableInput(f"{path} is not JSON: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
-        raise UnreadableInput(f"{path} is no {what}: it holds a {type(found).__name__}, not an object")
+        raise UnreadableInput(f"{path} is no {what}: it holds {_json_words(found)}, not an object")
     return found
+
+
+def _json_words(value: Any) -> str:
+    """What JSON calls a value."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return {list: "an array", str: "a string"}.get(type(value), "a number")
 
 
 def text_of(path: Path, what: str) -> str:

@@ -124,6 +124,11 @@ def _unsaid(problem: Problem) -> list[str]:
         found.append(
             f"global batch {problem.global_batch}: nobody said, so about {_usual_words(problem)}; --global-batch"
         )
+    workload = problem.workload
+    if workload.learned_positions and not workload.positions:
+        found.append(
+            f"learned positions: a row for each of a sequence's {workload.sequence} tokens; a checkpoint's own table may have fewer"
+        )
     if problem.workload.is_mixture and problem.workload.load_imbalance == 1:
         found.append(
             "experts get equally many tokens: nobody said by how much the busiest has more; load_imbalance"

@@ -28,6 +28,7 @@ from trine.optim.plan.cluster import Cluster, Device, Link
 from trine.optim.plan.devices import device_named, facts_of, families
 from trine.optim.plan.links import default_link, link_of
 from trine.optim.plan.measured import HERE, measured_cluster
+from trine.optim.plan.network import LINK_CONSTANTS
 from trine.optim.plan.units import Bandwidth, parse_bytes
 from trine.record.errors import UsageError
 
@@ -58,6 +59,8 @@ _DEVICE_KEYS = (
 )
 #: What a device's table must say that is like no known one.
 _FIGURES = ("flops_per_s", "memory", "memory_bandwidth")
+#: No device and no host has less: a smaller number has lost its unit.
+_LEAST_MEMORY = 2**30
 _PRECISIONS = ("bf16", "fp16", "tf32", "fp8", "fp32")
 
 
@@ -67,6 +70,10 @@ def cluster_of(source: str | Path, devices: int | None = None) -> Cluster:
     ``devices``: of the whole job, whole nodes or a part of one; by default the nodes that the file says, else one. A known
     device's name alone is a cluster of such nodes as it usually stands in. Raises ``UsageError`` or ``UnreadableInput``.
     """
+    if not str(source).strip():
+        raise UsageError(
+            "no cluster is named: is a variable unset? give a cluster's or a device's name, or a .toml"
+        )
     known = packaged("clusters.toml")
     name = str(source).casefold()
     path = Path(source)
@@ -107,7 +114,7 @@ def cluster_from_table(table: Mapping[str, Any], name: str, where: str) -> Clust
         inside=inside,
         between=between,
         name=_text(table, "name", name, where),
-        host_memory_bytes=_placed(parse_bytes, table, "host_memory", where) or 0,
+        host_memory_bytes=_placed(_host_memory, table, "host_memory", where) or 0,
         host_link=_placed(Bandwidth.parse, table, "host_link", where),
         nvme=_placed(Bandwidth.parse, table, "nvme", where),
     )
@@ -123,7 +130,7 @@ def _usual(source: str, known: Mapping[str, Any]) -> Cluster:
     if facts is None:
         raise UsageError(
             f"no cluster is called {source!r}{near(source, known)} and no file: give a .toml, a device's name, or one of "
-            f"{', '.join(known)}"
+            f"{', '.join(known)}; {HERE} is this machine, once trine hardware --calibrate has measured it"
         )
     inside = default_link(device) if facts.node > 1 else None
     return Cluster(device, facts.node, 1, inside, default_link(device, between=True), name=device.name)
@@ -171,6 +178,11 @@ def _link(said: Any, device: Device, per_node: int, where: str, *, between: bool
             f'{where}: {key} has no bandwidth: bandwidth = "400 Gb/s", of one device in one direction'
         )
     kind = _text(said, "kind", "infiniband" if between else "nvlink", f"{where}: {key}")
+    known = sorted({name.partition("/")[0] for name in LINK_CONSTANTS})
+    if kind not in known:
+        raise UsageError(
+            f"{where}: {key}: no kind of link is called {kind!r}{near(kind, known)}: one of {', '.join(known)}"
+        )
     if not isinstance(said.get("in_switch", False), bool):
         raise UsageError(f"{where}: {key}.in_switch must be true or false, not {said['in_switch']!r}")
     return Link(bandwidth, kind, said.get("in_switch", False))
@@ -178,13 +190,13 @@ def _link(said: Any, device: Device, per_node: int, where: str, *, between: bool
 
 def _device(said: Any, where: str) -> Device:
     if isinstance(said, str):
-        return device_named(said)
+        return _known(said, f"{where}: device")
     if not isinstance(said, Mapping):
         raise UsageError(f"{where}: device must be a name or a table, not {said!r}")
     place = f"{where}: [device]"
     check_keys(said, _DEVICE_KEYS, place)
     if "like" in said:
-        known = device_named(_text(said, "like", "", place))
+        known = _known(_text(said, "like", "", place), f"{place}: like")
         return _changed(known.with_changes(source=f"{where}, like {known.name}"), said, place)
     missing = next((key for key in _FIGURES if not said.get(key)), None)
     if missing is not None:
@@ -200,6 +212,14 @@ def _device(said: Any, where: str) -> Device:
         source=where,
     )
     return _changed(figures, said, place)
+
+
+def _known(name: str, place: str) -> Device:
+    """A device by its name. Raises ``UsageError`` that says where it stands."""
+    try:
+        return device_named(name)
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from None
 
 
 def _changed(base: Device, said: Mapping[str, Any], place: str) -> Device:
@@ -228,8 +248,20 @@ def _changed(base: Device, said: Mapping[str, Any], place: str) -> Device:
 def _memory(text: Any) -> int:
     """Raises ``UsageError`` for none, which no device has."""
     size = parse_bytes(text)
-    if size == 0:
-        raise UsageError(f"{text!r} is no memory of a device: write 80GiB, 24GB or a number of bytes")
+    if size < _LEAST_MEMORY:
+        raise UsageError(
+            f"{text!r} is no memory of a device, but {size} bytes: write it with its unit, 80GiB or 24GB"
+        )
+    return size
+
+
+def _host_memory(text: Any) -> int:
+    """Raises ``UsageError`` for less than any host has, which is a number without its unit; 0 is none."""
+    size = parse_bytes(text)
+    if 0 < size < _LEAST_MEMORY:
+        raise UsageError(
+            f"{text!r} is no memory of a host, but {size} bytes: write it with its unit, 2TiB or 512GB"
+        )
     return size
 
 

@@ -109,6 +109,8 @@ class _Reading:
     def needed(self, field: str) -> int:
         """A size that must be there. Raises ``UsageError`` naming the key."""
         value = self.size(field)
+        if self.raw(field) == 0:
+            raise UsageError(f"{self.where}: {self.name(field)} must be at least 1, not 0")
         if not value:
             raise UsageError(f"{self.where} has no {self.name(field)}: add it, or describe the model in TOML")
         return value

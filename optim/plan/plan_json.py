@@ -19,6 +19,7 @@ from trine.optim.plan.limits import Limit, Limits
 from trine.optim.plan.memory import USABLE
 from trine.optim.plan.planning import ORDER_KNOWN_TO, Plan
 from trine.optim.plan.problem import Problem
+from trine.optim.plan.stages import stage_counts
 
 __all__ = ["SCHEMA", "plan_to_dict"]
 
@@ -109,6 +110,7 @@ def _candidate(one: Candidate, rank: int | None, plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {} if rank is None else {"rank": rank}
     return found | {
         "layout": one.layout,
+        "stage_layers": _stage_layers(one, plan.problem),
         "step_s": _range(one.step),
         "source": one.source,
         "parts_s": one.parts_s,
@@ -130,6 +132,11 @@ def _candidate(one: Candidate, rank: int | None, plan: Plan) -> dict[str, Any]:
         "beyond_stack": list(one.beyond),
         "cost": _cost(one.cost),
     }
+
+
+def _stage_layers(one: Candidate, problem: Problem) -> list[int]:
+    """Layers of each stage in turn, which need not be equal: as they are predicted, chunks of a rank counting each."""
+    return stage_counts(problem.workload.layers, int(one.layout["pipeline"]) * int(one.layout["chunks"]))
 
 
 def _cost(cost: RunCost | None) -> dict[str, Any] | None:

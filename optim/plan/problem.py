@@ -46,6 +46,14 @@ SEARCHABLE = ("precision", "compression", "remote")
 _EVERY = "all"
 #: The largest count that is believed of a pin.
 _MOST = 10**9
+#: Columns of few values, and the largest.
+_FEW = {"zero_stage": 3, "sequence": 1, "two_level": 1}
+#: What "any" means of a column beside what its software offers; of a number without an end it leaves the search what it has.
+_EVERY_VALUE = {name: range(len(words)) for name, words in KINDS.items()} | {
+    name: range(most + 1) for name, most in _FEW.items()
+}
+#: Smaller buckets are numbers without their unit: messages of so little are all latency.
+_LEAST_BUCKET = 16 * 2**10
 #: The largest job that is believed: ten times the largest clusters that are being built.
 _MOST_DEVICES = 10**7
 
@@ -187,7 +195,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def parse_pins(words: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """From ``"tensor=8"``, ``"schedule=1f1b,zb-v"`` or ``"compression=any"``. Raises ``UsageError`` for what is no pin.
+    """From ``"tensor=8"``, ``"schedule=1f1b,zb-v"`` or ``"compression=any"``; ``"tensor=any"`` settles nothing. Raises ``UsageError`` for what is no pin.
 
     A column may be given once. Kinds are those of ``layouts.KINDS``; ``bucket_bytes`` takes sizes (``25MiB``).
     """
@@ -201,6 +209,8 @@ def parse_pins(words: Iterable[str]) -> dict[str, tuple[int, ...]]:
             raise UsageError(
                 f"--pin: a layout has no {name!r}{near(name, DEFAULTS)}: one of {', '.join(DEFAULTS)}"
             )
+        if text.strip() == _ANY and name not in _EVERY_VALUE:
+            continue
         values = tuple(dict.fromkeys(_values(name, text)))
         if name in found and found[name] != values:
             raise UsageError(
@@ -236,8 +246,8 @@ def pin_words(name: str, values: tuple[int, ...]) -> str:
 
 
 def _values(name: str, text: str) -> Iterable[int]:
-    if name in KINDS and text.strip() == _ANY:
-        yield from range(len(KINDS[name]))
+    if text.strip() == _ANY:
+        yield from _EVERY_VALUE[name]
         return
     for part in text.split(","):
         yield _value(name, part.strip())
@@ -252,7 +262,7 @@ def _value(name: str, text: str) -> int:
             )
         return KINDS[name].index(text)
     if name == "bucket_bytes":
-        return parse_bytes(text)
+        return _bucket(text)
     try:
         value = int(text)
     except ValueError:
@@ -263,5 +273,15 @@ def _value(name: str, text: str) -> int:
     return value
 
 
+def _bucket(text: str) -> int:
+    """A bucket's bytes; 0 is the software's own. Raises ``UsageError`` for a number that has lost its unit."""
+    size = parse_bytes(text)
+    if 0 < size < _LEAST_BUCKET:
+        raise UsageError(
+            f"--pin: bucket_bytes={text} is a bucket of {size} bytes: write it with its unit, 25MiB"
+        )
+    return size
+
+
 def _most(name: str) -> int:
-    return {"zero_stage": 3, "sequence": 1, "two_level": 1}.get(name, _MOST)
+    return _FEW.get(name, _MOST)

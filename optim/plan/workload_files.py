@@ -49,6 +49,10 @@ def workload_of(source: str | Path, *, sequence: int | None = None) -> Workload:
     """
     if sequence is not None and sequence < 1:
         raise UsageError(f"sequence must be at least 1, not {sequence}")
+    if not str(source).strip():
+        raise UsageError(
+            "no model is named: is a variable unset? give a model's name, a .toml or a config.json"
+        )
     known = packaged("models.toml")
     path = Path(source)
     is_there = path.is_file() or (path / "config.json").is_file()

@@ -138,8 +138,18 @@ OWN = '[device]\nname = "new"\nmemory = "48 GiB"\nmemory_bandwidth = "1 TB/s"\nf
             r"\[device\]: matmul_flops_per_s must be floating-point operations",
         ),
         ('[device]\nlike = "H100"\nmemory = 0\n', "memory: 0 is no memory of a device"),
+        (
+            '[device]\nlike = "H100"\nmemory = 80\n',
+            "memory: 80 is no memory of a device, but 80 bytes: write it with",
+        ),
+        ('device = "H100"\nhost_memory = 2048\n', "host_memory: 2048 is no memory of a host"),
         ("nodes = 2\n", "has no device"),
-        ('device = "H1000"\n', "no device is known"),
+        ('device = "H1000"\n', r"cluster\.toml: device: no device is known"),
+        ('[device]\nlike = "H1000"\n', r"cluster\.toml: \[device\]: like: no device is known"),
+        (
+            'device = "A100"\nbetween = { bandwidth = "1 GB/s", kind = "rocee" }\n',
+            r"cluster\.toml: between: no kind of link is called 'rocee' \(did you mean 'roce'",
+        ),
         ("device = 3\n", "device must be a name or a table"),
         ('device = "A100"\nnodes = 0\n', "nodes must be a whole number of at least 1"),
         ('device = "A100"\nnode = 2\n', "did you mean 'nodes'"),
@@ -181,3 +191,10 @@ def test_sources_that_are_not_there(source: str) -> None:
     with pytest.raises(TrineError) as caught:
         cluster_of(source)
     assert "\n" not in str(caught.value)
+
+
+def test_a_cluster_that_is_none_is_told_of_here_and_an_empty_one_of_its_variable() -> None:
+    with pytest.raises(TrineError, match="; here is this machine"):
+        cluster_of("dgx-h1000")
+    with pytest.raises(TrineError, match="no cluster is named"):
+        cluster_of("")

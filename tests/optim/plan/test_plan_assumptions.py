@@ -100,6 +100,17 @@ def test_small_all_reduces_over_efa_and_ethernet_take_what_was_logged(kind: str)
     assert (np.abs(np.log(found / [*logged.values()])) < np.log(most)).all()
 
 
+def test_learned_positions_as_long_as_the_sequence_are_told() -> None:
+    told = [
+        sum("learned positions: a row for each of a sequence's 8192" in text for text in found.assumptions)
+        for found in (
+            plan(model, "dgx-h100", sequence=8192, top=1, pins="pipeline=1")
+            for model in ("gpt2", "llama3-8b")
+        )
+    ]
+    assert told == [1, 0]
+
+
 def test_the_usual_batch_of_processors_is_one_that_a_person_would_run() -> None:
     node = cluster_of("dgx-h100", devices=2)
     processor = node.with_changes(device=node.device.with_changes(family="cpu"))

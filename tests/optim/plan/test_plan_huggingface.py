@@ -325,6 +325,7 @@ def test_the_text_part_of_a_model_of_several_inputs_is_taken() -> None:
         (config_of(vocab_size=-1), "vocab_size must be a whole number"),
         (config_of(max_position_embeddings=None), "how long its sequences are"),
         (config_of(num_attention_heads=4, num_key_value_heads=3), "must be a multiple of kv_heads"),
+        (config_of(num_attention_heads=0), "num_attention_heads must be at least 1, not 0"),
         (config_of(num_attention_heads=5), "hidden 64 is no multiple of heads 5: say head_size"),
         (config_of(tie_word_embeddings="false"), "tie_word_embeddings must be true or false, not 'false'"),
         (config_of(num_hidden_layers=10**12), "layers must be at most 100000"),

@@ -30,6 +30,9 @@ def test_pins_are_read_as_people_write_them() -> None:
     assert found["zero_stage"] == (1, 3)
     assert found["bucket_bytes"] == (25 * 2**20,)
     assert parse_pins(["recompute=any"])["recompute"] == tuple(range(len(RECOMPUTATIONS)))
+    assert parse_pins(["zero_stage=any", "sequence=any"]) == {"zero_stage": (0, 1, 2, 3), "sequence": (0, 1)}
+    assert parse_pins(["tensor=any", "data=any", "micro_batch=4"]) == {"micro_batch": (4,)}
+    assert parse_pins(["bucket_bytes=0"])["bucket_bytes"] == (0,)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,7 @@ def test_pins_are_read_as_people_write_them() -> None:
         ("schedule=1f1", "did you mean '1f1b'?"),
         ("precision=", "no KEY=VALUE"),
         ("bucket_bytes=many", "no size"),
+        ("bucket_bytes=25", "a bucket of 25 bytes: write it with its unit, 25MiB"),
     ],
 )
 def test_what_is_no_pin_is_refused_in_one_line(word: str, told: str) -> None:

@@ -188,3 +188,19 @@ def test_a_micro_batch_that_may_not_fit_is_not_from_nought() -> None:
     assert limit_words(Limit(1, 0, 1, layout)) == "1 (or none)"
     assert limit_words(Limit(1, 0, 2, layout)) == "1 (up to 2, or none)"
     assert limit_words(Limit(4, 3, 5, layout)) == "4 (3 to 5)"
+
+
+def test_each_row_says_how_many_layers_its_stages_have() -> None:
+    found = plan(DEEP, cluster(80.0), global_batch=8, pins=["pipeline=4"], top=3)
+    rows = plan_to_dict(found)["rows"]
+    for row in rows:
+        assert sum(row["stage_layers"]) == 48
+        assert len(row["stage_layers"]) == 4 * row["layout"]["chunks"]
+    odd = plan(
+        DENSE.with_changes(layers=7),
+        cluster(80.0),
+        global_batch=8,
+        pins=["pipeline=2", "schedule=1f1b"],
+        top=1,
+    )
+    assert plan_to_dict(odd)["rows"][0]["stage_layers"] == [4, 3]

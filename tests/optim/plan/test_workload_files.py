@@ -167,7 +167,7 @@ def test_files_that_cannot_be_planned_are_refused_in_one_line(
         ("llama3-80b", "did you mean 'llama3-8"),
         ("no/such/folder/model.toml", "cannot read the workload"),
         ("no/such/config.json", "cannot read the configuration"),
-        ("", "no config.json"),
+        ("", "no model is named"),
     ],
 )
 def test_sources_that_are_not_there(
@@ -226,3 +226,13 @@ def test_a_window_sees_what_it_can() -> None:
     assert windowed.attended == pytest.approx(4 - 16 / 32)
     half = Workload("w", 2, 64, 4, 256, 100, 16, window=4, window_layers=1)
     assert half.attended == pytest.approx((full.attended + windowed.attended) / 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("null", "holds null"), ("[]", "holds an array"), ("3", "holds a number")]
+)
+def test_json_is_told_in_its_own_words(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(TrineError, match=told):
+        workload_of(path)
