@@ -20,6 +20,7 @@ from trine.record.model import DEVICE_KINDS, HOST_KINDS, MISSING, Rank, Table
 
 from .idle import device_idle, host_idle, is_receive
 from .intervals import EMPTY, Spans, clip, complement, measure, union
+from .planned import is_simulated
 from .results import Breakdown, BusyTime, IdleCauses
 from .selection import Selected, Selection, select, selected_steps
 
@@ -77,6 +78,8 @@ def _of_trace(rank: Rank, selected: Selected) -> tuple[Breakdown | None, str | N
 
 
 def _of_windows(rank: Rank, selection: Selection) -> tuple[Breakdown | None, str | None]:
+    if is_simulated(rank.metadata):
+        return None, "a plan has times of micro-batches and collectives, none of kernels and operators"
     if not rank.windows:
         return None, "the record has no deep window, so kernels and operators are not known"
     found = [_of_trace(window, selected) for window, selected in windows_in(rank, selection)]

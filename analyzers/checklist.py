@@ -18,6 +18,7 @@ from trine.analyzers.findings._frees import zero
 from trine.analyzers.findings._memory import fullest
 from trine.analyzers.findings._waits import latest, split_exposed
 from trine.analyzers.findings.exposed_communication import threshold
+from trine.analyzers.planned import is_simulated
 from trine.analyzers.results import CheckItem, Finding
 from trine.analyzers.studies import result_of
 from trine.analyzers.studies.groups import GroupsResult
@@ -51,8 +52,10 @@ LINEAR_BOUND = 0.80
 
 
 def checklist(facts: Facts, findings: tuple[Finding, ...]) -> tuple[CheckItem, ...]:
-    """The five items, in order; of an untimed source those that it can say."""
+    """The five items, in order; of an untimed source or a plan those that it can say."""
     items = (_mfu(facts, findings), _zero(facts), _layout(facts), _balance(facts, findings), _scaling(facts))
+    if is_simulated(facts.metadata):
+        return tuple(item for item in items if item.state != "unknown")
     if facts.analysis.is_timed:
         return items
     sayable = {"layout-fits-model", "balance"}

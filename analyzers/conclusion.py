@@ -11,6 +11,7 @@ from .clocks import AGREEING_NS, Clock, clock_offsets
 from .collectives import Blame, blame, collective_results, communications, heat_cells
 from .lines import listed
 from .matching import Calls, match_collectives
+from .planned import is_simulated, of_no_run, without_rates
 from .results import Analysis, RankResult, RankSummary, Source, Verdict
 from .selection import Selection
 from .shared_cores import about_shared_cores
@@ -55,6 +56,9 @@ def conclude(
         *mfu_notes,
         *whole.quality,
     ]
+    collectives = collective_results([*blames, *_unshared(alone, clocks)])
+    if is_simulated(job.metadata):
+        quality, collectives = of_no_run(quality), without_rates(collectives)
     return Analysis(
         source=_source(job, summaries, missing, selection),
         data_quality=tuple(_merged(quality)),
@@ -67,7 +71,7 @@ def conclude(
             )
             for summary in summaries
         ),
-        collectives=collective_results([*blames, *_unshared(alone, clocks)]),
+        collectives=collectives,
         heatmap=heat_cells(blames, [group for summary in summaries for group in summary.groups]),
         step_statistics=statistics,
         mfu=mfu,
@@ -99,6 +103,8 @@ def _source(
 
 
 def _missing(job: Job, summaries: Sequence[RankSummary]) -> tuple[int, ...]:
+    if is_simulated(job.metadata):
+        return ()  # those that are drawn stand for all
     present = {summary.rank for summary in summaries}
     world = job.world_size or max((s.world_size or 0 for s in summaries), default=0)
     return tuple(sorted({*range(world), *job.rank_ids} - present))

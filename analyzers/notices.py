@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .planned import headline
 from .results import Analysis
 
 __all__ = ["notices"]
@@ -18,7 +19,8 @@ _MOST_CHARACTERS = 240
 
 def notices(analysis: Analysis) -> tuple[str, ...]:
     """One sentence a line, in the order of their weight; empty where nothing needs to be said beside the verdict."""
-    lines = []
+    planned = headline(analysis.source.metadata)
+    lines = [] if planned is None else [planned]
     notes = analysis.data_quality
     whose = [note.message for note in notes if note.id in _WHOSE]
     messages = [_sentence(message) for message in dict.fromkeys(whose)]

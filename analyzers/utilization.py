@@ -16,6 +16,7 @@ import numpy as np
 from trine.record.hardware import Peaks, calibrated, peaks_of
 from trine.record.model import Quality
 
+from .planned import declared_peaks, is_simulated
 from .results import Hardware, Mfu, RankSummary, StepStatistics
 
 __all__ = ["CONVENTIONS", "find_hardware", "find_mfu"]
@@ -71,7 +72,9 @@ def _device_name(summary: RankSummary) -> str | None:
 
 
 def _peaks(name: str, summaries: Sequence[RankSummary]) -> Peaks | None:
-    looked_up = peaks_of(name)
+    looked_up = next((peaks for s in summaries if (peaks := declared_peaks(s.metadata))), None) or peaks_of(
+        name
+    )
     if looked_up is not None:
         return looked_up
     threads = Counter(
@@ -155,6 +158,7 @@ def find_mfu(
         notes.append(Quality("convention-unknown", "info", message))
         chosen = None
     devices = len(counts)
+    told = "planned" if any(is_simulated(summary.metadata) for summary in summaries) else "measured"
     provenance = hardware.provenance.get("peak_flops_per_s", "")
     return Mfu(
         value=used[chosen] if chosen else None,
@@ -165,7 +169,7 @@ def find_mfu(
         range={name: value for name, value in used.items() if name != "executed"},
         hfu=used.get("executed"),
         inputs={
-            "step_time": f"{seconds:.6g} s, the median over the slowest path (measured)",
+            "step_time": f"{seconds:.6g} s, the median over the slowest path ({told})",
             "peak": f"{peak:.6g} FLOP/s a device, dense {dtype} ({provenance})",
             "dtype": f"{dtype} ({evidence})",
             "devices": f"{devices}, one a rank that counted its FLOPs",

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from trine.analyzers._tabular import Tabular
 from trine.analyzers.intervals import EMPTY, Spans, clip, complement, measure, union
+from trine.analyzers.planned import is_simulated
 from trine.analyzers.statistics import find_warm_up
 from trine.record.model import MISSING, Rank, Table
 
@@ -130,7 +131,7 @@ class _Times:
 def reduce(scope: Scope) -> Goodput | str | None:
     """One rank's run; in words why it cannot be said."""
     rank = scope.rank
-    if rank.format != "trine" or rank.metadata.get("started_ns") is None:
+    if rank.format != "trine" or rank.metadata.get("started_ns") is None or is_simulated(rank.metadata):
         return None
     if scope.selection.is_range:
         return "goodput is of the whole run; without --steps it is shown"

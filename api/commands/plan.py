@@ -111,13 +111,14 @@ def _refuse_folder(folder: Path | None) -> None:
 
 def _record(found: Plan, folder: Path) -> None:
     """What the timeline and every analysis take as they take a real run."""
+    from trine.optim.plan.described import described
     from trine.optim.plan.drawn import simulated_step
     from trine.optim.plan.layouts import Layouts
     from trine.optim.plan.simulated_record import write_record
 
     problem = found.problem
-    best = Layouts.of(**found.best.layout)
-    write_record(simulated_step(problem.workload, problem.cluster, problem.stack, best, 0), folder)
+    asked = (problem.workload, problem.cluster, problem.stack, Layouts.of(**found.best.layout), 0)
+    write_record(simulated_step(*asked), folder, described(*asked))
     print(f"Wrote {folder}", file=sys.stderr)
 
 

@@ -16,10 +16,10 @@ from trine.optim.plan.layouts import SCHEDULES, Layouts
 from trine.optim.plan.schedules import Order, Shape, Work, order_of
 from trine.optim.plan.simulator import simulate
 from trine.optim.plan.stages import stage_layers
-from trine.optim.plan.step import RankTimes, rank_times
+from trine.optim.plan.step import RankTimes, predict, rank_times
 from trine.optim.plan.workload import Workload
 
-__all__ = ["Pipelined", "idle_of", "work_of"]
+__all__ = ["Pipelined", "idle_of", "refined_parts", "work_of"]
 
 #: Actions of one simulation; beyond, two shorter steps are simulated, and a step is affine in its micro-batches.
 _MOST_ACTIONS = 20_000
@@ -71,6 +71,15 @@ def idle_of(
     # Software that does not hide messages waits for its own besides; links of the simulation carry them beside computing.
     steady = float(np.broadcast_to(times.steady_messages_s, 1)[0]) * int(one["microbatches"][0])
     return Pipelined(max(silent - busy, 0.0), full - silent + steady, exact)
+
+
+def refined_parts(workload: Workload, cluster: Cluster, stack: Stack, one: Layouts) -> dict[str, float]:
+    """Seconds of a single layout's step by part, as a plan has them of its best: what the pipeline leaves idle is simulated."""
+    parts = {name: float(column[0]) for name, column in predict(workload, cluster, stack, one).parts.items()}
+    idle = idle_of(workload, cluster, stack, one, 0)
+    if idle is not None:
+        parts |= {"pipeline_bubble": idle.bubble_s, "pipeline_messages": idle.messages_s}
+    return parts
 
 
 def _busiest_s(work: Work, one: Layouts) -> float:

@@ -2,13 +2,14 @@
 
 job = job_of(simulate(...))         in memory, with each rank's streams
 write_record(simulation, folder)    on disk: steps, micro-batches and collectives; ``trine analyze FOLDER`` reads it
+write_record(simulation, folder, described(…))      with what a plan knows of its ranks
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import numpy.typing as npt
 
 from trine.optim.plan.schedules import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT
 from trine.optim.plan.simulator import OPTIMIZER, Meeting, Simulation
-from trine.record.model import DEVICE_KINDS, PHASES, Group, Job, Rank, RankSource, Strings, Table
+from trine.record.model import DEVICE_KINDS, MISSING, PHASES, Group, Job, Rank, RankSource, Strings, Table
 from trine.record.store import RankWriter
 
-__all__ = ["job_of", "write_record"]
+__all__ = ["Described", "job_of", "write_record"]
 
 #: No reader's: what there is stands in the tables, and no file lies behind it.
 _FORMAT = "simulated"
@@ -29,34 +30,75 @@ _FORMAT = "simulated"
 _COMPUTE_STREAM, _COLLECTIVE_STREAM, _SEND_STREAM, _RECEIVE_STREAM = 7, 20, 24, 28
 
 #: Columns of times; others in nanoseconds are durations.
-_MOMENTS = ("start_ns", "end_ns", "issued_ns")
+_MOMENTS = ("start_ns", "end_ns", "issued_ns", "time_ns")
 
 _BACKWARDS = (BACKWARD, INPUT, WEIGHT)
 
 
-def job_of(simulation: Simulation) -> Job:
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What is known of a simulated job beside its times (a plan knows it: :mod:`trine.optim.plan.described`).
+
+    ``numbers``, ``hosts`` and ``facts`` (metadata): of each simulated rank, whose number in a job of ``world_size`` it is.
+    ``groups``: by the names that meetings have. ``run``: for ``run.json``. ``samples``: place → metric → value. ``tokens``: of a
+    step and rank. ``note``: how the analysis differs from who knows this.
+    """
+
+    numbers: tuple[int, ...]
+    hosts: tuple[str | None, ...]
+    world_size: int
+    groups: tuple[Group, ...]
+    run: Mapping[str, Any]
+    facts: tuple[Mapping[str, Any], ...]
+    samples: Mapping[int, Mapping[str, float]]
+    tokens: int = MISSING
+    note: str | None = None
+
+    @classmethod
+    def nothing(cls, simulation: Simulation) -> Described:
+        """Of a simulation that stands for itself."""
+        ranks = range(simulation.ranks)
+        nothing: tuple[Mapping[str, Any], ...] = ({},) * len(ranks)
+        return cls(tuple(ranks), (None,) * len(ranks), len(ranks), _groups(simulation), {}, nothing, {})
+
+
+def job_of(simulation: Simulation, about: Described | None = None) -> Job:
     """The simulation as a job: tables ``steps``, ``microbatches``, ``collectives`` and ``device`` of every rank."""
-    ranks = _ranks(simulation)
+    about = about or Described.nothing(simulation)
+    ranks = _ranks(simulation, about)
     sources = tuple(RankSource(rank.rank, Path("simulated"), _Held(rank)) for rank in ranks)
-    return Job(Path("simulated"), _FORMAT, sources, simulation.ranks, metadata={"simulated": True})
+    metadata = {"simulated": True, **about.run}
+    return Job(Path("simulated"), _FORMAT, sources, about.world_size, metadata=metadata)
 
 
-def write_record(simulation: Simulation, folder: Path) -> None:
+def write_record(simulation: Simulation, folder: Path, about: Described | None = None) -> None:
     """A record of the simulation in an empty or new ``folder``, as of a run that begins now. Raises ``OSError`` where it cannot be
     written."""
+    about = about or Described.nothing(simulation)
     begin_ns = time.time_ns()
-    for place, rank in enumerate(_ranks(simulation)):
-        writer = RankWriter(folder, place, simulation.ranks)
-        groups = [{"id": group.id, "name": group.name, "ranks": list(group.ranks)} for group in rank.groups]
+    for place, rank in enumerate(_ranks(simulation, about)):
+        writer = RankWriter(folder, rank.rank, about.world_size)
+        names = ("steps", "microbatches", "collectives", "samples")
         tables = {
-            name: _plain(getattr(rank, name), begin_ns) for name in ("steps", "microbatches", "collectives")
+            name: _plain(table, begin_ns) for name in names if (table := getattr(rank, name)) is not None
         }
         parts = tables.pop("steps")
         parts["complete"] = np.ones(len(parts["index"]), dtype=np.int64)
         writer.append({"parts": parts, **tables})
         if place == 0:
-            writer.describe_run({"world_size": simulation.ranks, "simulated": True})
-        writer.close({"groups": groups, "metadata": rank.metadata, "state": "finished"})
+            writer.describe_run({"world_size": about.world_size, "simulated": True, **about.run})
+        writer.close(_description(rank))
+
+
+def _description(rank: Rank) -> dict[str, Any]:
+    """``rank.json``: that of a process which is none."""
+    groups = [
+        {"id": group.id, "name": group.name, "description": group.description, "ranks": list(group.ranks)}
+        for group in rank.groups
+    ]
+    notes = [{"id": note.id, "severity": note.severity, "message": note.message} for note in rank.quality]
+    host = {} if rank.host_name is None else {"host": rank.host_name}
+    return {**host, "groups": groups, "metadata": rank.metadata, "notes": notes, "state": "finished"}
 
 
 def _plain(table: Table, begin_ns: int) -> dict[str, Any]:
@@ -96,15 +138,15 @@ def _ns(seconds: Any) -> npt.NDArray[np.int64]:
     return np.rint(np.asarray(seconds, dtype=np.float64) * 1e9).astype(np.int64)
 
 
-def _ranks(simulation: Simulation) -> list[Rank]:
+def _ranks(simulation: Simulation, about: Described) -> list[Rank]:
     meetings: dict[int, list[Meeting]] = {rank: [] for rank in range(simulation.ranks)}
     for met in sorted(simulation.meetings, key=lambda met: (met.entered_s, met.end_s)):
-        meetings[met.rank].append(met)
-    groups = _groups(simulation)
-    return [_rank(simulation, place, met, groups) for place, met in meetings.items()]
+        peer = about.numbers[met.peer] if met.peer >= 0 else met.peer
+        meetings[met.rank].append(replace(met, peer=peer))
+    return [_rank(simulation, place, met, about) for place, met in meetings.items()]
 
 
-def _rank(simulation: Simulation, place: int, meetings: Sequence[Meeting], groups: tuple[Group, ...]) -> Rank:
+def _rank(simulation: Simulation, place: int, meetings: Sequence[Meeting], about: Described) -> Rank:
     chosen = simulation.work["rank"] == place
     work = {name: column[chosen] for name, column in simulation.work.items()}
     rows = _Rows(
@@ -116,14 +158,34 @@ def _rank(simulation: Simulation, place: int, meetings: Sequence[Meeting], group
     )
     strings = Strings()
     rank = Rank(
-        place, "simulated", _FORMAT, strings, world_size=simulation.ranks, metadata={"simulated": True}
+        about.numbers[place],
+        "simulated",
+        _FORMAT,
+        strings,
+        world_size=about.world_size,
+        host_name=about.hosts[place],
+        metadata={"simulated": True, **about.facts[place]},
     )
     rank.microbatches = _microbatches(rows, strings)
     rank.device = _device(rows, strings)
     rank.collectives = _collectives(rows, strings)
-    rank.steps = _steps(simulation, rows)
-    rank.groups = groups
+    rank.steps = _steps(simulation, rows, about.tokens)
+    rank.samples = _samples(about.samples.get(place), rank.steps, strings)
+    used = {met.group for met in meetings}
+    rank.groups = tuple(group for group in about.groups if group.id in used)
+    if place == 0 and about.note is not None:
+        rank.note("planned", "info", about.note)
     return rank
+
+
+def _samples(readings: Mapping[str, float] | None, steps: Table, strings: Strings) -> Table | None:
+    """The same at the end of each step."""
+    if not readings:
+        return None
+    times = np.repeat(steps["end_ns"], len(readings))
+    metrics = [strings.code(name) for name in readings] * len(steps)
+    values = np.tile(np.array(list(readings.values())), len(steps))
+    return Table("samples", {"time_ns": times, "metric": metrics, "value": values}, strings)
 
 
 def _microbatches(rows: _Rows, strings: Strings) -> Table:
@@ -196,8 +258,8 @@ def _collectives(rows: _Rows, strings: Strings) -> Table:
     )
 
 
-def _steps(simulation: Simulation, rows: _Rows) -> Table:
-    """A step lasts from the end of the one before to its own last action; phases add up to it."""
+def _steps(simulation: Simulation, rows: _Rows, tokens: int) -> Table:
+    """A step lasts from the end of the one before to its own last action and what rests behind it; phases add up to it."""
     columns: dict[str, list[int]] = {name: [] for name in ("index", "start_ns", "end_ns")}
     phases: dict[str, list[int]] = {name: [] for name in PHASES}
     start = 0
@@ -205,6 +267,7 @@ def _steps(simulation: Simulation, rows: _Rows) -> Table:
         chosen = rows.work["step"] == step
         met = [each for each in rows.meetings if each.step == step]
         end = int(max(rows.work["end_s"][chosen].max(), *_ns([each.end_s for each in met] or [0.0])))
+        end += int(_ns(simulation.rest_s))
         for name, value in zip(columns, (step, start, end), strict=True):
             columns[name].append(value)
         found = _phases(rows, chosen, met, start, end)
@@ -212,7 +275,8 @@ def _steps(simulation: Simulation, rows: _Rows) -> Table:
             phases[name].append(found.get(name, 0))
         start = end
     named = {f"phase_{name}_ns": column for name, column in phases.items()}
-    return Table("steps", {**columns, **named}, Strings())
+    known = {**columns, **named, "tokens": [tokens] * simulation.steps}
+    return Table("steps", known, Strings())
 
 
 def _phases(

@@ -83,6 +83,7 @@ class Simulation:
 
     ``work``: columns ``rank``, ``step``, ``kind`` (of ``schedules.KINDS``, or 4 for the optimizer), ``stage``,
     ``microbatch``, ``start_s``, ``end_s``, one row an action. ``meetings``: collectives and messages.
+    ``rest_s``: of every step, what follows its last action before the next step begins.
     """
 
     order: Order
@@ -90,6 +91,7 @@ class Simulation:
     steps: int
     work: dict[str, npt.NDArray[np.float64]]
     meetings: tuple[Meeting, ...]
+    rest_s: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -101,7 +103,7 @@ class Simulation:
         """Of each step, from the end of the one before (on any rank) to its own: a row a step."""
         ends = [float(self.work["end_s"][self.work["step"] == step].max()) for step in range(self.steps)]
         ends = [
-            max(end, *(each.end_s for each in self.meetings if each.step == step), 0.0)
+            max(end, *(each.end_s for each in self.meetings if each.step == step), 0.0) + self.rest_s
             for step, end in enumerate(ends)
         ]
         return np.diff(np.array([0.0, *ends]))
