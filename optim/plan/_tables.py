@@ -40,7 +40,9 @@ def _json_words(value: Any) -> str:
     """What JSON calls a value."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return {list: "an array", str: "a string"}.get(type(value), "a number")
+    if isinstance(value, list):
+        return "an array"
+    return "a string" if isinstance(value, str) else "a number"
 
 
 def text_of(path: Path, what: str) -> str:
