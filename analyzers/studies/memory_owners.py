@@ -7,7 +7,7 @@ memory timeline. Categories are inferred where the source does not say them (doc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,12 +16,14 @@ import numpy.typing as npt
 from trine.analyzers._tabular import Columns, Tabular
 from trine.analyzers.allocations import Ledger, ledger
 from trine.analyzers.memory import snapshot_facts
+from trine.analyzers.results import RankSummary
 from trine.record.memory_categories import CATEGORIES
 from trine.record.model import MISSING, Rank, Table
 
 from ._memory_frees import CHECKPOINTED, Freed, freed
 from ._memory_leaks import Growth, ends_by_gradients, growing, growing_levels, median_slope
 from ._memory_segments import Fragmentation, PoolUse, fragmentation
+from ._memory_state import with_state
 from ._scope import Scope, Whole
 
 __all__ = [
@@ -419,7 +421,12 @@ def join(parts: Mapping[int, RankMemory], whole: Whole) -> MemoryOwners | str:
     """The ranks with the highest peaks, and what would lower the highest."""
     if not parts:
         return "no allocator events; profile with profile_memory=True, or take a snapshot (torch.cuda.memory._dump_snapshot)"
-    order = sorted(parts.values(), key=lambda part: (part.kind != "device", -part.peak_bytes, part.rank))
+    whole_parts = [_from_before(part, whole.summaries.get(part.rank)) for part in parts.values()]
+    order = sorted(
+        whole_parts,
+        key=lambda part: (part.kind == "device", _fullness(part, whole.summaries), -part.rank),
+        reverse=True,
+    )
     first = order[0]
     order[1:] = sorted(order[1:], key=lambda part: not (part.failures or part.leaks or part.retries))
     ranks, replicated = _replicas(whole)
@@ -427,6 +434,37 @@ def join(parts: Mapping[int, RankMemory], whole: Whole) -> MemoryOwners | str:
         first.categories, np.array(first.levels), np.array(first.totals), ranks, replicated=replicated
     )
     return MemoryOwners(tuple(order[:MOST_RANKS]), max(len(order) - MOST_RANKS, 0), frees)
+
+
+def _fullness(part: RankMemory, summaries: Mapping[int, RankSummary]) -> tuple[int, int]:
+    """Bytes by which ranks are told apart: what its own samples say first, which see what no event does."""
+    summary = summaries.get(part.rank)
+    sampled = summary.memory.peak_bytes if summary is not None and summary.memory is not None else None
+    return max(sampled or 0, part.peak_bytes), part.peak_bytes
+
+
+def _from_before(part: RankMemory, summary: RankSummary | None) -> RankMemory:
+    """A host's curve on top of the state that was there before its first event, where the record knows how large it is."""
+    if part.kind != "host" or summary is None or summary.memory is None or not part.levels:
+        return part
+    curve = with_state(part.categories, np.array(part.levels), summary.memory.at_peak)
+    if not curve.before:
+        return part
+    lacking = sum(curve.before.values())
+    state = [OwnedMemory(name, None, size, 0) for name, size in curve.before.items()]
+    return replace(
+        part,
+        peak_bytes=part.peak_bytes + lacking,
+        lower_bound=True,
+        categories=curve.categories,
+        levels=tuple(map(tuple, curve.levels.tolist())),
+        totals=tuple(total + lacking for total in part.totals),
+        owners=tuple(sorted([*part.owners, *state], key=lambda owned: -owned.bytes)),
+        lowest={
+            name: part.lowest.get(name, 0) + curve.before.get(name, 0)
+            for name in dict.fromkeys((*curve.before, *part.lowest))
+        },
+    )
 
 
 def _replicas(whole: Whole) -> tuple[int | None, bool]:

@@ -68,7 +68,7 @@ def _name(category: str) -> str:
 
 
 def _summary(part: RankMemory, ranks: int) -> str:
-    where = "host memory" if part.kind == "host" else f"device {part.device}'s memory"
+    where = "tensors in host memory" if part.kind == "host" else f"device {part.device}'s memory"
     more = " or more" if part.lower_bound else ""
     of_rank = f"Rank {part.rank}" + (f", the fullest of {ranks}," if ranks > 1 else "")
     first = part.times_ns[0] if part.times_ns else part.peak_ns
