@@ -295,7 +295,7 @@ def _why(plan: Plan) -> Iterator[Block]:
         ]
         step = plan.alternatives[0].step
         factors = f"{step.low / step.value:.2f} to {step.high / step.value:.2f} times as long"
-        note = f"by formula, all else as near to the winner as it can be; nine of ten took {factors}"
+        note = f"by formula, all else as near to the winner as it can be and fit; nine of ten took {factors}"
         yield Table(columns, tuple(rows), note=note)
     tally = plan.tally
     yield Paragraph(

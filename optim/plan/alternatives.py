@@ -66,7 +66,12 @@ def alternatives(predictor: Predictor, searcher: Searcher, best: Layouts) -> tup
     """For every choice that the space has."""
     chosen: list[tuple[str, Layouts]] = list(_beside(searcher.problem, best))
     own = _with_savings_of(searcher, best)
-    away = _away(own, best)
+    # Near is what keeps most of the rest; how the column itself is far counts for all alike. What fits comes before what does not:
+    # a value that works beside other degrees is not said to fail.
+    does_not_fit = searcher.peak_bytes(own) > searcher.problem.capacity_bytes
+    order = np.lexsort((_away(own, best), does_not_fit))
+    place = np.empty(len(own), dtype=np.int64)
+    place[order] = np.arange(len(own))
     for column in _COLUMNS:
         if column in ("recompute", *OFFLOADED):
             others, _ = savings(searcher.problem, best, (column,))
@@ -75,8 +80,7 @@ def alternatives(predictor: Predictor, searcher: Searcher, best: Layouts) -> tup
             continue
         for value in _values(own[column], int(best[column][0]), column):
             rows = np.flatnonzero(own[column] == value)
-            # Near is what keeps most of the rest; how this column is far counts for all alike.
-            chosen.append((column, own.take(rows[[int(np.argmin(away[rows]))]])))
+            chosen.append((column, own.take(rows[[int(np.argmin(place[rows]))]])))
     if not chosen:
         return ()
     rules = searcher.problem.refused_unless_pinned()

@@ -38,6 +38,16 @@ def test_hosts_that_hold_no_more_limit_alternatives_and_the_largest_that_fits() 
     assert all(one.reason.startswith("does not fit: what is offloaded takes ") for one in overfull)
 
 
+def test_a_value_that_fits_beside_other_degrees_is_not_said_to_fail() -> None:
+    found = plan("llama3-70b", "dgx-h100", devices=1024, top=10)
+    degrees = ("tensor", "context", "pipeline")
+    alike = [row for row in found.ranked if row.layout["recompute"] == found.best.layout["recompute"]]
+    ranked = {(name, row.layout[name]) for row in alike for name in degrees}
+    told = {(one.column, one.value): one.fits for one in found.alternatives if one.column in degrees}
+    both = told.keys() & ranked
+    assert len(both) > 3 and all(told[each] for each in both)
+
+
 def test_the_largest_of_any_layout_is_without_offload_unless_it_is_pinned() -> None:
     asked: dict[str, Any] = {"global_batch": 8, "stack": "deepspeed", "top": 1, "largest": True}
     device = cluster(4.0)
