@@ -26,6 +26,8 @@ __all__ = ["distance", "leanest_words", "refusal"]
 
 #: As many doublings of the nodes are tried.
 _DOUBLINGS = 10
+#: Share of a device's memory that is left free where nobody says.
+_USUAL_HEADROOM = 0.1
 
 
 def refusal(problem: Problem, reason: str) -> UsageError:
@@ -60,8 +62,25 @@ def _nearest(problem: Problem) -> str:
         if found is not None:
             return f"nearest that works: {found}"
         if not SAVED & free.pins.keys():
-            return _more_devices(free)
+            return _elsewhere(problem, float(searcher.leanest_bytes.min()))
     return _nearest_batch(free)
+
+
+def _elsewhere(problem: Problem, leanest_bytes: float) -> str:
+    """Where nothing fits the devices, whatever it saves: less room left free than was asked for, more devices, shorter sequences."""
+    memory_bytes = problem.cluster.device.memory_bytes
+    if problem.headroom > _USUAL_HEADROOM and leanest_bytes <= memory_bytes * (1 - _USUAL_HEADROOM):
+        share = int((1 - leanest_bytes / memory_bytes) * 100) / 100
+        return f"nearest that works: a memory headroom of {share}"
+    if problem.cluster.between is None:
+        return "use a device with more memory, or give the cluster a link between nodes and more nodes"
+    # What was asked for of memory holds on more devices, before it is given up.
+    for free in _freed(problem):
+        if (found := _more_devices(free)) is not None:
+            return found
+    most = problem.devices * 2**_DOUBLINGS
+    shorter = _shorter(problem.without_pins())
+    return f"nothing fits up to {most} devices{': use a device with more memory' if shorter is None else '; ' + shorter}"
 
 
 def _freed(problem: Problem) -> Iterator[Problem]:
@@ -130,18 +149,32 @@ def _nearest_batch(problem: Problem) -> str:
     return "no global batch makes it work on these devices: choose another number of devices"
 
 
-def _more_devices(problem: Problem) -> str:
+def _more_devices(problem: Problem) -> str | None:
     """The fewest doublings of the nodes on which something fits."""
     cluster = problem.cluster
-    if cluster.between is None:
-        return "use a device with more memory, or give the cluster a link between nodes and more nodes"
     for power in range(1, _DOUBLINGS + 1):
         larger = replace(problem, cluster=cluster.with_changes(nodes=cluster.nodes * 2**power))
-        try:
-            searcher = Searcher(larger, shapes(larger))
-        except NothingKept:
-            continue
-        found = searcher.fastest(1)
-        if len(found.step_s):
-            return f"nearest that works: {larger.devices} devices, {_spelled(searcher, found)}"
-    return f"nothing fits up to {problem.devices * 2**_DOUBLINGS} devices: use a device with more memory"
+        if (found := _fastest(larger)) is not None:
+            return f"nearest that works: {larger.devices} devices, {found}"
+    return None
+
+
+def _shorter(problem: Problem) -> str | None:
+    """The fewest halvings of the sequence with which something fits."""
+    workload = problem.workload
+    for power in range(1, workload.sequence.bit_length()):
+        length = workload.sequence >> power
+        shorter = replace(problem, workload=workload.with_changes(sequence=length))
+        if (found := _fastest(shorter)) is not None:
+            return f"nearest that works: sequences of {length} tokens, {found}"
+    return None
+
+
+def _fastest(problem: Problem) -> str | None:
+    """Of all that fit, spelled; None where nothing does."""
+    try:
+        searcher = Searcher(problem, shapes(problem))
+    except NothingKept:
+        return None
+    found = searcher.fastest(1)
+    return _spelled(searcher, found) if len(found.step_s) else None

@@ -254,6 +254,34 @@ def test_one_node_without_links_beyond_asks_for_a_larger_device() -> None:
         plan(DENSE, alone, global_batch=8)
 
 
+def test_more_devices_keep_what_was_pinned_of_memory_where_they_can() -> None:
+    pins = {"optimizer_offload": "none", "recompute": "none"}
+    with pytest.raises(UsageError) as caught:
+        plan("llama3-405b", "dgx-h100", devices=16, pins=pins)
+    words = str(caught.value).partition("nearest that works: ")[2]
+    assert "recompute" not in words and "on cpu" not in words
+    devices = int(words.split()[0])
+    assert devices > 16
+    assert plan("llama3-405b", "dgx-h100", devices=devices, pins=pins).best.layout["recompute"] == "none"
+
+
+def test_a_headroom_that_nothing_leaves_is_met_with_one_that_something_does() -> None:
+    with pytest.raises(UsageError, match=r"nearest that works: a memory headroom of 0\.\d+$") as caught:
+        plan("llama3-8b", "dgx-h100", devices=16, memory_headroom=0.99)
+    share = float(str(caught.value).rpartition(" ")[2])
+    assert (
+        plan("llama3-8b", "dgx-h100", devices=16, memory_headroom=share).best.peak.value
+        <= (1 - share) * 80 * 2**30
+    )
+
+
+def test_a_sequence_that_fits_no_number_of_devices_is_met_with_a_shorter_one() -> None:
+    with pytest.raises(UsageError, match=r"nothing fits up to \d+ devices; nearest that works: ") as caught:
+        plan("llama3-8b", "dgx-h100", devices=16, sequence=100_000_000)
+    tokens = int(str(caught.value).partition("sequences of ")[2].split()[0])
+    assert plan("llama3-8b", "dgx-h100", devices=16, sequence=tokens).best.peak.value <= 72 * 2**30
+
+
 def test_a_pin_that_makes_it_too_large_names_a_layout_without_it() -> None:
     with pytest.raises(UsageError) as caught:
         plan(DENSE, cluster(8.0), global_batch=64, pins={"micro_batch": 16, "recompute": "none"})
