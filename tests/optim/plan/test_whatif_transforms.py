@@ -171,7 +171,8 @@ def test_loader_workers_hide_what_is_shorter_than_the_step() -> None:
             "several nodes of several ranks each, and the record has 2 ranks on 1 node",
         ),
         ({"checkpointing.mode": "auto"}, "decided by measurement"),
-        ({"ranks": 0}, "a whole number, 1 or more, not 0"),
+        ({"ranks": 0}, "a whole number from 1 to 1000000, not 0"),
+        ({"ranks": 10**9}, "a whole number from 1 to 1000000, not 1000000000"),
         *(
             ({"link_speed": speed}, f"from a millionth to a million, not {speed}")
             for speed in (-1, 0, math.inf, math.nan, 1e-320, 10**7)

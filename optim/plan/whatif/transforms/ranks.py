@@ -22,6 +22,8 @@ __all__ = ["KEYS", "ORDER", "apply"]
 KEYS = ("ranks",)
 ORDER = 70
 
+#: More than any machine has.
+MOST = 1_000_000
 #: Ranks that are replayed; of more, as many stand for all.
 MOST_REPLAYED = 64
 
@@ -29,8 +31,8 @@ MOST_REPLAYED = 64
 def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` for a number that is none."""
     ranks = change.given["ranks"]
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise UsageError(f"ranks: a whole number, 1 or more, not {ranks!r}")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= MOST:
+        raise UsageError(f"ranks: a whole number from 1 to {MOST}, not {ranks!r}")
     require_no_pipeline(graph, KEYS[0])
     before = graph.world
     if before < 2 and ranks > 1:
