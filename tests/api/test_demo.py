@@ -176,7 +176,7 @@ def test_a_calibration_without_all_reduce_gets_one_and_keeps_all_else(
         1,
         {},
         None,
-        [{"operation": "codec"}],
+        [{"operation": "codec", "dtype": "int8", "bytes": 4, "seconds": 1e-3, "ratio": 4.0}],
     )
     collective = {"ranks": 2, "backend": "gloo", "alpha_s": 1e-4, "bytes_per_s": 1e9}
     monkeypatch.setenv("TRINE_CACHE", str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median_high
 
 from trine.optim.plan.whatif.graph import LINK, Graph, RankStep, Step
 from trine.optim.plan.whatif.transforms import Change
@@ -26,13 +27,10 @@ def apply(graph: Graph, change: Change) -> Graph:
             f"straggler: {graph.basis} of one rank alone were recorded, which waits for nobody in them: give traces of more "
             "ranks; whom they wait for, trine analyze says without"
         )
-    # Over all steps: a rank that is late once has been unlucky, and no straggler.
-    own = [
-        sum(_own_s(each) for each in of_rank)
-        for of_rank in zip(*(step.ranks for step in graph.steps), strict=True)
-    ]
-    usual = sorted(own)[(len(own) - 1) // 2]
-    factors = [min(usual / seconds, 1.0) if seconds > 0 else 1.0 for seconds in own]
+    # Of all steps the middle one: a rank that is late once has been unlucky, and no straggler; and in a step whose hosts all wait
+    # for the late rank's work, none is faster than it.
+    by_step = [_shares(step) for step in graph.steps]
+    factors = [median_high(of_rank) for of_rank in zip(*by_step, strict=True)]
     return replace(graph, steps=tuple(_even(step, factors) for step in graph.steps))
 
 
@@ -42,6 +40,13 @@ def _even(step: Step, factors: Sequence[float]) -> Step:
         return replace(each, tasks=tasks)
 
     return replace(step, ranks=tuple(changed(*each) for each in zip(step.ranks, factors, strict=True)))
+
+
+def _shares(step: Step) -> list[float]:
+    """What the median rank takes of each rank's time; 1 where it is no slower."""
+    own = [_own_s(each) for each in step.ranks]
+    usual = sorted(own)[(len(own) - 1) // 2]
+    return [min(usual / seconds, 1.0) if seconds > 0 else 1.0 for seconds in own]
 
 
 def _own_s(step: RankStep) -> float:
