@@ -137,6 +137,7 @@ def test_the_command(cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert '"missing_ranks": []' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_beside_one_that_kills_their_worker_is_not_blamed(
     lone_cluster: str, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_ranks_that_an_export_loses_are_predicted_as_data_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(cases.exported_layouts())
 def test_any_layout_has_one_line_elsewhere(exported: Exported) -> None:

@@ -254,6 +254,7 @@ def test_one_node_without_links_beyond_asks_for_a_larger_device() -> None:
         plan(DENSE, alone, global_batch=8)
 
 
+@pytest.mark.slow
 def test_more_devices_keep_what_was_pinned_of_memory_where_they_can() -> None:
     pins = {"optimizer_offload": "none", "recompute": "none"}
     with pytest.raises(UsageError) as caught:

@@ -101,6 +101,7 @@ def test_no_more_is_computed_than_there_is() -> None:
     assert "100 configurations, 20 of them computed" in render_text(some)
 
 
+@pytest.mark.slow
 def test_tables_of_layouts_can_be_read() -> None:
     wide = plan(
         DEEP.with_changes(heads=64, kv_heads=64), cluster(8.0, nodes=16, per_node=8), global_batch=256
@@ -141,6 +142,7 @@ def test_rows_of_step_time_against_memory_can_be_told_apart() -> None:
     assert len({(layout, rest) for layout, _, rest in words}) < len(words) == len(set(words))
 
 
+@pytest.mark.slow
 def test_rows_whose_order_is_not_known_are_named_and_so_is_the_next_command() -> None:
     found = plan("llama3-70b", "dgx-h100", devices=64, pins=["recompute=none"])
     limit = found.best.step.value * (1 + ORDER_KNOWN_TO)

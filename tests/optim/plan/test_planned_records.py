@@ -37,7 +37,7 @@ def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return found, folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def analysis(planned: tuple[Plan, Path]) -> Analysis:
     return trine.analyze(trine.load(planned[1]))
 
