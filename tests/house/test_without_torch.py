@@ -48,10 +48,11 @@ def run(program: Program, folder: Path, *arguments: str, code: int = 0) -> str:
 
 def use_everything(program: Program, folder: Path) -> None:
     """Analyse, report in every format, compare, write a baseline and check against it."""
-    for side, step_us in (("old", 10_000), ("new", 13_000)):
+    sides = {"old": (10_000, 0), "again": (10_000, 10), "new": (13_000, 20)}
+    for side, (step_us, seed) in sides.items():
         for number in range(3):
-            write_job(folder / f"{side}{number}", step_us, seed=number)
-    old, new = ([f"{side}{number}" for number in range(3)] for side in ("old", "new"))
+            write_job(folder / f"{side}{number}", step_us, seed=seed + number)
+    old, again, new = ([f"{side}{number}" for number in range(3)] for side in sides)
 
     document = json.loads(run(program, folder, "analyze", "new0", "--format", "json"))
     assert document["schema"] == "trine.analysis/1" and document["source"]["world_size"] == 2
@@ -64,7 +65,7 @@ def use_everything(program: Program, folder: Path) -> None:
 
     assert "REGRESSION" in run(program, folder, "compare", *new, "--against", *old)
     run(program, folder, "check", *old, "--write-baseline", "baseline.json")
-    assert "PASS" in run(program, folder, "check", *old, "--baseline", "baseline.json")
+    assert "PASS" in run(program, folder, "check", *again, "--baseline", "baseline.json")
     assert "FAIL" in run(program, folder, "check", *new, "--baseline", "baseline.json", code=1)
     (folder / "budget.toml").write_text("step_time_ns = 11_000_000\n")
     assert "FAIL" in run(program, folder, "check", "new0", "--budget", "budget.toml", code=1)
