@@ -40,7 +40,8 @@ Values = npt.NDArray[np.float64]
 
 #: Prior and, in units of its logarithm, how far a constant may lie from it before that costs as much as an error of ``_KNEE``
 #: in one table. The priors are what vendors' guides and microbenchmarks say; ``depth``'s is a tile's step along K in CUTLASS,
-#: ``call_s``'s what published traces show of PyTorch's own call (42 to 278 microseconds, 106 in Megatron on A100).
+#: ``call_s``'s what published traces show of PyTorch's own call (``collective_calls.py`` prints it: 42 to 278 microseconds for an
+#: all-reduce, 106 in Megatron on A100).
 PRIORS: Mapping[str, tuple[float, float]] = {
     "matmul": (0.85, 0.1),
     "depth": (32.0, 1.0),

@@ -29,7 +29,7 @@ from trine.optim.plan.devices import device_named, facts_of, families
 from trine.optim.plan.links import default_link, link_of
 from trine.optim.plan.measured import HERE, measured_cluster
 from trine.optim.plan.network import LINK_CONSTANTS
-from trine.optim.plan.units import Bandwidth, parse_bytes
+from trine.optim.plan.units import Bandwidth, parse_sized
 from trine.record.errors import UsageError
 
 __all__ = ["cluster_from_table", "cluster_names", "cluster_of", "sized"]
@@ -247,22 +247,12 @@ def _changed(base: Device, said: Mapping[str, Any], place: str) -> Device:
 
 def _memory(text: Any) -> int:
     """Raises ``UsageError`` for none, which no device has."""
-    size = parse_bytes(text)
-    if size < _LEAST_MEMORY:
-        raise UsageError(
-            f"{text!r} is no memory of a device, but {size} bytes: write it with its unit, 80GiB or 24GB"
-        )
-    return size
+    return parse_sized(text, _LEAST_MEMORY, "memory of a device", "80GiB or 24GB")
 
 
 def _host_memory(text: Any) -> int:
-    """Raises ``UsageError`` for less than any host has, which is a number without its unit; 0 is none."""
-    size = parse_bytes(text)
-    if 0 < size < _LEAST_MEMORY:
-        raise UsageError(
-            f"{text!r} is no memory of a host, but {size} bytes: write it with its unit, 2TiB or 512GB"
-        )
-    return size
+    """0 is none. Raises ``UsageError`` for less than any host has."""
+    return parse_sized(text, _LEAST_MEMORY, "memory of a host", "2TiB or 512GB", or_none=True)
 
 
 def _matmul(said: Any, peaks: Mapping[str, float], place: str) -> float:

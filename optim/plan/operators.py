@@ -33,6 +33,7 @@ _UNALIGNED_HEAD = 1.9
 #: Calls of a layer's forward that the host makes one by one: element-wise kernels joined by hand or by a compiler, and not.
 _KERNELS = {True: 60.0, False: 90.0}
 #: More of them where softmax alone is not joined: conversions to 32 bits and back, scale and mask are kernels of their own.
+#: Chosen: a third of what joining all element-wise kernels saves; no fit sets it.
 _SOFTMAX_KERNELS = 10.0
 #: More of them in a layer of experts, and for each expert of a rank.
 _MIXTURE_KERNELS, _EXPERT_KERNELS = 120.0, 10.0

@@ -16,7 +16,7 @@ from trine.optim.plan.cluster import Cluster
 from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import DEFAULTS, KINDS, RECOMPUTATIONS, Layouts
 from trine.optim.plan.refusals import Rule
-from trine.optim.plan.units import parse_bytes
+from trine.optim.plan.units import parse_sized
 from trine.optim.plan.workload import Workload
 from trine.record.errors import UsageError
 
@@ -274,13 +274,11 @@ def _value(name: str, text: str) -> int:
 
 
 def _bucket(text: str) -> int:
-    """A bucket's bytes; 0 is the software's own. Raises ``UsageError`` for a number that has lost its unit."""
-    size = parse_bytes(text)
-    if 0 < size < _LEAST_BUCKET:
-        raise UsageError(
-            f"--pin: bucket_bytes={text} is a bucket of {size} bytes: write it with its unit, 25MiB"
-        )
-    return size
+    """A bucket's bytes; 0 is the software's own. Raises ``UsageError``."""
+    try:
+        return parse_sized(text, _LEAST_BUCKET, "bucket", "25MiB", or_none=True)
+    except UsageError as error:
+        raise UsageError(f"--pin: bucket_bytes: {error}") from error
 
 
 def _most(name: str) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from trine.record.errors import UsageError
 
-__all__ = ["Bandwidth", "parse_bytes", "spell_bytes", "spell_seconds"]
+__all__ = ["Bandwidth", "parse_bytes", "parse_sized", "spell_bytes", "spell_seconds"]
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 #: Sizes: 80GiB is 80·2³⁰ bytes, 80GB is 80·10⁹.
@@ -78,6 +78,19 @@ def parse_bytes(text: str | float) -> int:
     if not math.isfinite(value):
         raise UsageError(f"{text!r} is no size: write 80GiB, 24GB or a number of bytes")
     return int(value)
+
+
+def parse_sized(
+    text: str | float, least_bytes: int, what: str, examples: str, *, or_none: bool = False
+) -> int:
+    """:func:`parse_bytes` of what is never smaller than ``least_bytes``: less is a number that has lost its unit.
+
+    ``what`` and ``examples`` word the refusal; ``or_none``: 0 is taken, too. Raises ``UsageError``.
+    """
+    size = parse_bytes(text)
+    if size < least_bytes and not (or_none and size == 0):
+        raise UsageError(f"{text!r} is no {what}, but {size} bytes: write it with its unit, {examples}")
+    return size
 
 
 def spell_bytes(value: float) -> str:

@@ -50,7 +50,7 @@ def test_pins_are_read_as_people_write_them() -> None:
         ("schedule=1f1", "did you mean '1f1b'?"),
         ("precision=", "no KEY=VALUE"),
         ("bucket_bytes=many", "no size"),
-        ("bucket_bytes=25", "a bucket of 25 bytes: write it with its unit, 25MiB"),
+        ("bucket_bytes=25", "bucket_bytes: '25' is no bucket, but 25 bytes: write it with its unit, 25MiB"),
     ],
 )
 def test_what_is_no_pin_is_refused_in_one_line(word: str, told: str) -> None:
