@@ -30,6 +30,7 @@ from trine.optim.plan.units import spell_seconds
 from trine.optim.plan.whatif.build import Array, Steady, graph_of
 from trine.optim.plan.whatif.graph import HOST, LINK, Graph, RankStep, Step, Task, is_pipeline, mapped
 from trine.optim.plan.whatif.replay import replay
+from trine.optim.plan.whatif.scatter import scatter_of
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.optim.plan.whatif.transforms import Change, transforms
 from trine.record.errors import UsageError
@@ -126,7 +127,7 @@ class Recorded:
         if len(measured) == 1:
             graph = graph.with_note("one step was recorded: how steps vary is not in the interval")
         if times.asked:
-            if not self.times.draws:
+            if not self.times.keeps_variation:
                 graph = graph.with_note(_UNSURE)
             if self.times.doubt is not None:
                 graph = graph.with_note(self.times.doubt)
@@ -175,6 +176,7 @@ def replayed(graph: Graph, steady: Steady, times: OperationTimes | None = None) 
         graph = graph.with_note(
             f"a second of transfer beside computing costs {times.slowdown:.2f} s of it, as calibrated"
         )
+    times = times.scattered(scatter_of(graph, times))
     base = {step.index: replay(step, graph.slowdown).seconds for step in graph.steps}
     return Recorded(graph, steady, times, errors, base)
 

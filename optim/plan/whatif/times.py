@@ -2,7 +2,7 @@
 
 A prediction never takes a calibrated time as it is: it takes the *ratio* of two, times what the operator took on record,
 so that what both have in common (caches, neighbours, the clock) cancels. How far it is in doubt, other calibrations say that
-might have been measured: :meth:`OperationTimes.draws`.
+might have been measured (:attr:`OperationTimes.draws`), and how far the record's own operations lie about theirs.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class OperationTimes:
         self._units: dict[tuple[str, bool], list[tuple[int, float]]] = {}
         self.slowdown = 0.0  # seconds of computing lost a second of transfer beside it
         self.asked: set[str] = set()
+        self._scatter: Mapping[str, float] = {}
         self._read([] if peaks is None else list(peaks.operations))
 
     def __bool__(self) -> bool:
@@ -124,26 +125,57 @@ class OperationTimes:
         found.asked = set()
         return found
 
+    def scattered(self, scatter: Mapping[str, float]) -> OperationTimes:
+        """The same times, of a record whose own operations lie so far about them (:mod:`.scatter`)."""
+        found = OperationTimes(self._peaks)
+        found._scatter = scatter
+        return found
+
+    @property
+    def keeps_variation(self) -> bool:
+        """Whether the calibration says how its repetitions varied; those of earlier releases do not."""
+        return self._peaks is not None and any(map(_deviation, self._peaks.operations))
+
     @cached_property
     def draws(self) -> tuple[OperationTimes, ...]:
-        """:data:`DRAWN` calibrations that might have been measured as well; none where this one keeps no quartiles.
+        """:data:`DRAWN` calibrations that might have been measured as well; none where nothing says how far they would be apart.
 
         Every operation's times in a dtype are moved together, each size by as much as its own repetitions varied: what
         disturbs one size disturbs its neighbours, and would not average out over a step's many sizes. By as much as one
         repetition varied, not as their median would: what makes two calibrations differ (clocks, caches, pages) is common
-        to all repetitions of one, so that more of them do not average it out.
+        to all repetitions of one, so that more of them do not average it out. And by as much as the record's own operations
+        of the kind lie about their calibrated times. Of a collective each size is moved for itself: what is common to them
+        all the record's own transfers tell.
         """
         rows = [] if self._peaks is None else list(self._peaks.operations)
-        if self._peaks is None or not any(_deviation(row) for row in rows):
+        deviations = [self._deviation(row) for row in rows]
+        if self._peaks is None or not any(deviations):
             return ()
         random = np.random.default_rng(0)
-        kinds = [(row["operation"], *(row.get(name) for name in ("dtype", "phase", "again"))) for row in rows]
+        kinds = [
+            (
+                row["operation"],
+                *(row.get(name) for name in ("dtype", "phase", "again")),
+                row["bytes"] if _is_transfer(row) else 0,
+            )
+            for row in rows
+        ]
         found = []
         for _ in range(DRAWN):
             moved = {kind: float(random.standard_normal()) for kind in dict.fromkeys(kinds)}
-            drawn = [_moved(row, moved[kind]) for row, kind in zip(rows, kinds, strict=True)]
+            drawn = [
+                {**row, "seconds": row["seconds"] * math.exp(deviation * moved[kind])} if deviation else row
+                for row, kind, deviation in zip(rows, kinds, deviations, strict=True)
+            ]
             found.append(OperationTimes(replace(self._peaks, operations=drawn)))
         return tuple(found)
+
+    def _deviation(self, row: Mapping[str, Any]) -> float:
+        """Of the logarithm of a row's time, by its repetitions and by the record's operations of its kind."""
+        if "seconds" not in row:
+            return 0.0
+        kind = "product" if row["operation"] == "product" else "transfer" if _is_transfer(row) else "memory"
+        return min(math.hypot(_deviation(row), self._scatter.get(kind, 0.0)), MOST_DEVIATION)
 
     # --- single operations ---
 
@@ -243,11 +275,8 @@ def _deviation(row: Mapping[str, Any]) -> float:
     return min(math.log(middle / low) / _QUARTILE, MOST_DEVIATION) if low > 0 else MOST_DEVIATION
 
 
-def _moved(row: Mapping[str, Any], deviations: float) -> Mapping[str, Any]:
-    """A row as many standard deviations of its repetitions slower."""
-    if not (deviation := _deviation(row)):
-        return row
-    return {**row, "seconds": row["seconds"] * math.exp(deviation * deviations)}
+def _is_transfer(row: Mapping[str, Any]) -> bool:
+    return row["operation"] in _COLLECTIVES
 
 
 def _between(here: Array, sides: Array, values: Array) -> float:

@@ -15,7 +15,7 @@ from trine.optim.plan.whatif.graph import Task
 from trine.optim.plan.whatif.times import OperationTimes
 from trine.record.errors import UsageError
 
-__all__ = ["Pace", "pace_of"]
+__all__ = ["Pace", "calibrated_s", "pace_of"]
 
 #: Layout changes and fills by mask: their calibrated time hangs on strides more than on bytes. Convolutions: their forward's
 #: stride is not on record, so that their calibrated time may be a tenth of the true one.
@@ -41,21 +41,27 @@ class Pace:
         return hot * after / before + (measured - hot) * moved
 
 
+def calibrated_s(task: Task, times: OperationTimes) -> float | None:
+    """The calibrated seconds of a product or of work on memory in forward or backward; None where they say nothing of it."""
+    operator = task.operator
+    if task.phase not in ("forward", "backward") or operator.work in _UNEVEN:
+        return None
+    try:
+        if operator.product is not None:
+            return times.product(operator.product, operator.dtype)
+        if operator.kind == "memory":
+            return times.memory(str(operator.work), operator.elements, operator.dtype)
+    except UsageError:
+        pass  # this work, or this dtype of it, was not calibrated
+    return None
+
+
 def pace_of(tasks: Iterable[Task], times: OperationTimes) -> Pace:
     """Of a step's forward and backward; 1 where there is no such work or no calibration of it."""
     sums = {"product": [0.0, 0.0], "memory": [0.0, 0.0]}
     for task in tasks:
-        operator = task.operator
-        if task.phase not in ("forward", "backward") or operator.work in _UNEVEN or operator.kind not in sums:
-            continue
-        try:
-            if operator.product is not None:
-                calibrated = times.product(operator.product, operator.dtype)
-            else:
-                calibrated = times.memory(str(operator.work), operator.elements, operator.dtype)
-        except UsageError:
-            continue
-        sums[operator.kind][0] += task.seconds
-        sums[operator.kind][1] += calibrated
+        if (calibrated := calibrated_s(task, times)) is not None:
+            sums[task.kind][0] += task.seconds
+            sums[task.kind][1] += calibrated
     ratios = {kind: measured / known if known > 0 else 1.0 for kind, (measured, known) in sums.items()}
     return Pace(times, ratios["product"], ratios["memory"])
