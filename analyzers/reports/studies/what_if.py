@@ -30,9 +30,9 @@ def section(result: WhatIfs, analysis: Analysis, most_rows: int) -> Section | No
     words = (
         f"{len(result.steps)} recorded step{'s' if len(result.steps) != 1 else ''} replayed from "
         f"{result.basis}: {result.replay_error:.1%} off in the median step, {worst.error:+.1%} at worst; "
-        f"{result.usual_error:+.1%} from the usual step. "
-        + "; ".join(result.notes)
-        + ("." if result.notes else "")
+        f"{result.usual_error:+.1%} from the usual step of {duration(result.step_ns)}, which gains here are of"
+        + "".join(f"; {note}" for note in result.notes)
+        + "."
     )
     title = "What would a change make of this step?"
     if not worth:
