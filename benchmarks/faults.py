@@ -129,7 +129,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def damage(folder: Path) -> Iterator[Found]:
-    """Files of a checkpoint, damaged after they were written; and an offload file in the middle of training."""
+    """Files of a checkpoint, damaged after they were written; and offload files in the middle of training."""
     for number, (fault, (harm, name)) in enumerate(DAMAGE.items()):
         place = folder / f"damage-{number}"
         place.mkdir()
@@ -144,6 +144,7 @@ def damage(folder: Path) -> Iterator[Found]:
         named = all(isinstance(each, list) and name in each[0] and each[1:] == [1, SOUND] for each in found)
         yield Found(fault, named and found[0] == found[1], _shown(found[0]))
     yield _offload_file(folder / "offload")
+    yield _activation_file(folder / "activations")
 
 
 def _shown(found: Any) -> str:
@@ -173,6 +174,50 @@ def _offload_file(place: Path) -> Found:
     found = forked_ranks.outcomes(place, RANKS, lambda rank: run(rank, True))
     holds = sound == [SOUND] * RANKS and all("is not what was written there" in each for each in found)
     return Found("a flipped byte in an offload file", holds, found[0] if holds else f"{sound} {found}")
+
+
+def _activation_file(place: Path) -> Found:
+    place.mkdir()
+    own = [place / f"rank-{rank}" for rank in range(RANKS)]
+    for each in own:
+        each.mkdir()
+
+    def run(rank: int, harmed: bool) -> str:
+        from trine.samples.gpt import loss_of
+
+        steps: list[int] = []
+
+        def loss_then_harm(model: Any, batch: Any) -> Any:
+            loss = loss_of(model, batch)
+            steps.append(len(steps))
+            if harmed and rank == 0 and steps[-1] == 0:
+                _flip_first_byte(own[rank])
+            return loss
+
+        changes = {"offload.activations": "nvme", "offload.path": str(own[rank])}
+        engine, batches = _engine(changes, loss_then_harm)
+        return _trained(engine, batches[:3])
+
+    sound = forked_ranks.outcomes(place, RANKS, lambda rank: run(rank, False))
+    found = forked_ranks.outcomes(place, RANKS, lambda rank: run(rank, True))
+    holds = sound == [SOUND] * RANKS and "is not what was written there" in found[0]
+    holds = holds and found[1].startswith("TrainingError")
+    return Found(
+        "a flipped byte in an offloaded activation", holds, found[0] if holds else f"{sound} {found}"
+    )
+
+
+def _flip_first_byte(folder: Path) -> None:
+    """Of the nameless file that this process has open under ``folder``, once its first page has been written."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    (link,) = [link for link in links if str(link.readlink()).startswith(f"{folder}/")]
+    with link.open("r+b", buffering=0) as file:
+        until = time.monotonic() + 10
+        while not any(os.pread(file.fileno(), 4096, 0)):
+            if time.monotonic() > until:
+                raise RuntimeError(f"nothing was written under {folder}")
+            time.sleep(0.01)
+        os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, 0)[0] ^ 4]), 0)
 
 
 # --- disks -------------------------------------------------------------------------------------

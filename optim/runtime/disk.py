@@ -4,6 +4,8 @@ Tensors go through buffers in the host's memory, of which only so many bytes wai
 the forward, and memory stays bounded. The file never has a name of its own, so that it is gone when the process ends,
 however it ends. Its space is reserved before it is written: a full disk is an error where it happens, in one line, and
 not a signal that kills the process, as it would be in a memory-mapped file.
+
+What is written has a checksum in memory, which every read compares: a wrong activation would be a wrong gradient, unseen.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 
 from trine.optim.runtime.activation_schedule import Link
 from trine.optim.runtime.host_memory import Copier, HostMemory, Offloaded, Timed
+from trine.optim.runtime.tiers.files import checksum_of
 from trine.record.errors import TrainingError
 
 __all__ = ["Disk"]
@@ -135,7 +138,9 @@ class Disk(HostMemory):
     def _write(self, entry: OnDisk) -> None:
         if entry.left is not None:  # the copy from the device
             entry.left.synchronize()
-        data = memoryview(entry.host_bytes().numpy())  # type: ignore[arg-type]
+        values = entry.host_bytes()
+        entry.checksum = checksum_of(values)
+        data = memoryview(values.numpy())  # type: ignore[arg-type]
         offset = entry.extent[1]
         while data:
             count = os.pwrite(self._file.fileno(), data, offset)
@@ -144,14 +149,27 @@ class Disk(HostMemory):
 
     def _read(self, entry: OnDisk) -> torch.Tensor:
         buffer = self.pool.take(entry.bytes)
-        data = memoryview(buffer[: entry.bytes].numpy())  # type: ignore[arg-type]
+        try:
+            self._read_into(buffer[: entry.bytes], entry)
+        except BaseException:
+            self.pool.give_back(buffer)
+            raise
+        return buffer
+
+    def _read_into(self, values: torch.Tensor, entry: OnDisk) -> None:
+        data = memoryview(values.numpy())  # type: ignore[arg-type]
         offset = entry.extent[1]
         while data:
             count = os.preadv(self._file.fileno(), [data], offset)
             if count == 0:
                 raise OSError("the file is shorter than what was written")
             data, offset = data[count:], offset + count
-        return buffer
+        if checksum_of(values) != entry.checksum:
+            raise TrainingError(
+                f"a saved activation of {entry.bytes} bytes, at byte {entry.extent[1]} of the file under offload.path = "
+                f"{self._folder}, is not what was written there: the disk or its file is damaged: start again from a "
+                'checkpoint, on another disk or without offload.activations = "nvme"'
+            )
 
     def _entry(self, flat: torch.Tensor, buffer: torch.Tensor, size: int) -> OnDisk:
         return OnDisk(self, flat, buffer, size)
@@ -161,6 +179,8 @@ class OnDisk(Offloaded):
     """One flat tensor: in its buffer until it is written, and again from when backward comes near."""
 
     written: Future[None]
+    #: Of what was written, by the thread that wrote it.
+    checksum: int
 
     def __init__(self, store: Disk, flat: torch.Tensor, buffer: torch.Tensor, size: int) -> None:
         self._buffer = buffer  # first: whatever fails below, it goes back

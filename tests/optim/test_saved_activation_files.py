@@ -116,6 +116,32 @@ def test_a_write_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store.close()
 
 
+def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
+    store = Disk(CPU, tmp_path)
+    tensors = [torch.randn(5000), torch.randn(7001)]
+    entries = []
+    for tensor in tensors:
+        entries.append(store.put(tensor))
+        entries[-1].written.result()
+    assert all(entry._buffer is None for entry in entries)  # they are on disk alone
+    offset = entries[1].extent[1]
+    place, file = offset + 28_003, store._file.fileno()  # in the last word, which is half a word
+    byte = os.pread(file, 1, place)
+    os.pwrite(file, bytes([byte[0] ^ 4]), place)
+    with pytest.raises(
+        TrainingError, match=r"not what was written there.*start again from a checkpoint"
+    ) as raised:
+        entries[1].get()
+    said = str(raised.value)
+    assert f"28004 bytes, at byte {offset} of the file under offload.path = {tmp_path}" in said
+    assert "\n" not in said
+    buffers = store.host_bytes
+    assert torch.equal(entries[0].get(), tensors[0])  # the healthy control, in the buffer that went back
+    assert store.host_bytes == buffers
+    entries.clear()
+    store.close()
+
+
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_copies_beside_the_computation_are_waited_for(where: str, tmp_path: Path) -> None:
     """The same code that runs on CUDA streams, with copies that happen as late as they may."""
