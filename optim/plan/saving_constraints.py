@@ -36,6 +36,18 @@ def _host_words(problem: Problem, row: Mapping[str, int]) -> str:
     return f"{column}=cpu frees nothing: {problem.cluster.device.name} is a processor, and the host's memory is its own"
 
 
+def _remote(problem: Problem, rows: Rows) -> Mask:
+    if problem.cluster.nodes > 1:
+        return np.ones(len(rows["recompute"]), dtype=bool)
+    away = OFFLOADS.index("remote")
+    return np.asarray(np.all([rows[column] != away for column in OFFLOADED], axis=0))
+
+
+def _remote_words(problem: Problem, row: Mapping[str, int]) -> str:
+    column = next(name for name in OFFLOADED if row[name] == OFFLOADS.index("remote"))
+    return f"{column}=remote is another node's memory, and {problem.cluster.name or 'this cluster'} is planned as one node"
+
+
 def stage_most(problem: Problem, pipeline: Any) -> Any:
     """Layers of the fullest stage of so many: a budget recomputes no more."""
     return -(-problem.workload.layers // pipeline)
@@ -78,6 +90,7 @@ def _together(recomputed: bool) -> Constraint:
 OFFLOADS_ALONE = (
     Constraint("offload", _offload, _offload_words),
     Constraint("host", _host, _host_words),
+    Constraint("remote", _remote, _remote_words),
     _together(False),
 )
 SAVINGS = (*OFFLOADS_ALONE, Constraint("budget", _budget, _budget_words), _together(True))

@@ -218,7 +218,7 @@ def saving_choices(problem: Problem) -> dict[str, tuple[int, ...]]:
     # What a processor would move to its host is there already.
     usual = {"none": True, "cpu": not cluster.device.is_processor, "nvme": cluster.nvme is not None}
     words = [word for word, there in usual.items() if there]
-    reached = "remote" in problem.searched and cluster.between is not None
+    reached = "remote" in problem.searched and cluster.nodes > 1
     far = (OFFLOADS.index("remote"),) if reached else ()
     for column in OFFLOADED:
         settled = column in problem.pins

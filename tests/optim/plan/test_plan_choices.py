@@ -82,8 +82,28 @@ def test_another_nodes_memory_is_searched_where_there_is_one() -> None:
     assert far not in saving_choices(problem())["optimizer_offload"]
     asked = replace(problem(), searched=("remote",))
     assert saving_choices(asked)["optimizer_offload"][-1] == far
-    alone = replace(asked, cluster=cluster().with_changes(between=None, nodes=1))
-    assert far not in saving_choices(alone)["optimizer_offload"]
+    for between in (
+        None,
+        asked.cluster.between,
+    ):  # a cluster of the package keeps its link, however few nodes are asked
+        alone = replace(asked, cluster=cluster().with_changes(between=between, nodes=1))
+        assert far not in saving_choices(alone)["optimizer_offload"]
+
+
+def test_another_nodes_memory_is_refused_where_there_is_no_other() -> None:
+    pins = ["optimizer_offload=remote"]
+    assert plan(DENSE, cluster(80.0), global_batch=8, top=1, pins=pins).best.remote_bytes > 0
+    with pytest.raises(
+        UsageError,
+        match="optimizer_offload=remote is another node's memory, and test cluster is planned as one",
+    ):
+        plan(DENSE, cluster(80.0, nodes=1), global_batch=8, top=1, pins=pins)
+
+
+def test_no_plan_asks_a_software_for_a_compression_that_it_has_lost() -> None:
+    for name in ("deepspeed", "megatron-deepspeed"):  # 1-bit Adam was removed from DeepSpeed
+        asked = replace(problem(stack=name), searched=("compression",))
+        assert set(np.unique(shapes(asked)["compression"])) == {0}
 
 
 def test_a_processor_trains_in_single_precision_and_has_nothing_to_move_to_its_host() -> None:
