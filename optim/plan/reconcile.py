@@ -19,6 +19,8 @@ _CLOSE = 0.003
 #: Layers are doubted only where the dimensions come this near, since a model cut down to a few layers keeps its name and its
 #: size, and not nearer than that, where biases, positions or a padded vocabulary may be the difference.
 _NEAR, _NEARER = 0.35, 0.03
+#: Digits from which a stated count tells layers: 1.2 or 7 billion are a name, and a layer of few is less than they are rounded by.
+_LAYER_DIGITS = 3
 #: Commonest first.
 _HEAD_SIZES = (128, 64, 256, 96, 80, 192, 160)
 
@@ -26,17 +28,21 @@ _HEAD_SIZES = (128, 64, 256, 96, 80, 192, 160)
 def reconciled(workload: Workload, parameters: float) -> tuple[Workload, str]:
     """The workload whose count is nearest to the stated parameters, and why it was changed; "" where it was not.
 
-    Tried: a head size that models have, tied or untied embeddings, another number of layers. Nothing is changed where the
-    count agrees with the digits that are stated (1000 billion has one), nor where no change makes it agree.
+    Tried: a head size that models have, tied or untied embeddings; where none of these agrees and three digits are stated,
+    another number of layers. Nothing is changed where the count agrees with the digits that are stated (1000 billion has
+    one), nor where no change makes it agree.
     """
     best, reason = workload, ""
     close = max(_CLOSE, _half_a_digit(parameters))
     if _distance(workload, parameters) <= close:
         return best, reason
-    for changed, why in _candidates(workload, parameters):
-        distance = _distance(changed, parameters)
-        if distance <= close and (not reason or distance < _distance(best, parameters) / 2):
-            best, reason = changed, why
+    for candidates in (_left_out(workload), _other_layers(workload, parameters)):
+        for changed, why in candidates:
+            distance = _distance(changed, parameters)
+            if distance <= close and (not reason or distance < _distance(best, parameters) / 2):
+                best, reason = changed, why
+        if reason:
+            break
     if reason:
         said = f"{parameters / 1e9:.4g} billion parameters are stated and the dimensions given make "
         reason = f"{reason}, since {said}{workload.parameters / 1e9:.4g} billion"
@@ -45,36 +51,53 @@ def reconciled(workload: Workload, parameters: float) -> tuple[Workload, str]:
 
 def _half_a_digit(parameters: float) -> float:
     """A little more than half a unit of the last digit that a number of billions is stated with, as a share of it."""
-    digits = f"{parameters / 1e9:.6g}".split("e")[0]
-    places = len(digits.partition(".")[2])
+    text = _billions(parameters)
+    places = len(text.partition(".")[2])
     if not places:
-        places = -(len(digits) - len(digits.rstrip("0")))
+        places = -(len(text) - len(text.rstrip("0")))
     return 0.6 * 10.0**-places / (parameters / 1e9)
+
+
+def _digits(parameters: float) -> int:
+    """With how many digits a number of billions is stated: two of 0.35, one of 1000."""
+    text = _billions(parameters)
+    return len(text.replace(".", "").lstrip("0") if "." in text else text.rstrip("0"))
+
+
+def _billions(parameters: float) -> str:
+    return f"{parameters / 1e9:.6g}".split("e")[0]
 
 
 def _distance(workload: Workload, parameters: float) -> float:
     return abs(workload.parameters / parameters - 1)
 
 
-def _candidates(workload: Workload, parameters: float) -> Iterator[tuple[Workload, str]]:
-    """Likeliest first: one that is likelier is kept unless another is twice as close."""
-    tied, untied = workload, workload.with_changes(tied_embeddings=not workload.tied_embeddings)
-    either = ((tied, ""), (untied, "tied embeddings" if untied.tied_embeddings else "untied embeddings"))
+def _either(workload: Workload) -> tuple[tuple[Workload, str], tuple[Workload, str]]:
+    """As it is, and with its output head tied the other way."""
+    other = workload.with_changes(tied_embeddings=not workload.tied_embeddings)
+    return (workload, ""), (other, "tied embeddings" if other.tied_embeddings else "untied embeddings")
+
+
+def _left_out(workload: Workload) -> Iterator[tuple[Workload, str]]:
+    """What papers leave out, likeliest first: one that is likelier is kept unless another is twice as close."""
+    either = _either(workload)
     yield either[1]
     for size in _HEAD_SIZES:
         for base, word in either:
             if size != workload.head_size:
                 yield base.with_changes(head_size=size), _joined(f"head_size {size}", word)
-    if (
-        _NEARER < _distance(workload, parameters) < _NEAR
-        and not workload.dense_layers
-        and not workload.window
-    ):
-        each = workload.layer_parameters(mixture=workload.is_mixture)
-        for base, word in either:
-            layers = workload.layers + round((parameters - base.parameters) / each)
-            if layers >= 1:
-                yield base.with_changes(layers=layers), _joined(f"{layers} layers", word)
+
+
+def _other_layers(workload: Workload, parameters: float) -> Iterator[tuple[Workload, str]]:
+    """Another number of layers, where the stated one can be wrong and the parameters are stated well enough to tell."""
+    near = _NEARER < _distance(workload, parameters) < _NEAR
+    if not near or workload.dense_layers or workload.window or _digits(parameters) < _LAYER_DIGITS:
+        return
+    each = workload.layer_parameters(mixture=workload.is_mixture)
+    for base, word in _either(workload):
+        layers = workload.layers + round((parameters - base.parameters) / each)
+        if layers >= 1:
+            yield base.with_changes(layers=layers), _joined(f"{layers} layers", word)
 
 
 def _joined(*words: str) -> str:

@@ -80,3 +80,37 @@ def test_what_was_left_out_is_found(workload: Workload, parameters: float, chang
 )
 def test_what_adds_up_or_cannot_is_left_alone(workload: Workload, parameters: float) -> None:
     assert reconciled(workload, parameters) == (workload, "")
+
+
+def _gated(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> Workload:
+    """As a table of a paper gives it: without the size of heads, and nothing said of the output head."""
+    return Workload(
+        "g",
+        layers,
+        hidden,
+        heads,
+        ffn,
+        vocab,
+        8192,
+        kv_heads=kv_heads,
+        gated=True,
+        bias=False,
+        tied_embeddings=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("workload", "billions"),
+    [
+        (_gated(16, 2048, 32, 8, 8192, 128256), (1.2, 1.24, 1)),  # Llama 3.2 1B
+        (_gated(28, 3072, 16, 16, 24576, 256000), (8.5, 8.54, 7)),  # Gemma 7B
+        (_gated(42, 3584, 16, 8, 14336, 256000), (9.2, 9.24, 9)),  # Gemma 2 9B
+        (_gated(40, 5120, 40, 40, 13824, 100278), (13, 13.7)),  # OLMo 2 13B
+        (_gated(36, 2048, 16, 2, 11008, 151936), (3, 3.1, 3.09)),  # Qwen2.5 3B
+    ],
+)
+def test_layers_stand_where_a_count_is_rounded_or_something_else_explains_it(
+    workload: Workload, billions: tuple[float, ...]
+) -> None:
+    for stated in billions:
+        assert reconciled(workload, stated * 1e9)[0].layers == workload.layers, stated
