@@ -125,6 +125,11 @@ def _unsaid(problem: Problem) -> list[str]:
             f"global batch {problem.global_batch}: nobody said, so about {_usual_words(problem)}; --global-batch"
         )
     workload = problem.workload
+    if workload.sequence_is_most:
+        found.append(
+            f"sequences of {workload.sequence:,} tokens: nobody said, so the longest that the model takes, which is more than most "
+            "train with; --sequence"
+        )
     if workload.learned_positions and not workload.positions:
         found.append(
             f"learned positions: a row for each of a sequence's {workload.sequence} tokens; a checkpoint's own table may have fewer"

@@ -61,6 +61,8 @@ _DEVICE_KEYS = (
 _FIGURES = ("flops_per_s", "memory", "memory_bandwidth")
 #: No device and no host has less: a smaller number has lost its unit.
 _LEAST_MEMORY = 2**30
+#: Devices of one machine. What has more is a rack, of which jobs take an even part (64 of 72, as powers of two ask for).
+_LARGEST_SERVER = 16
 _PRECISIONS = ("bf16", "fp16", "tf32", "fp8", "fp32")
 
 
@@ -137,15 +139,18 @@ def _usual(source: str, known: Mapping[str, Any]) -> Cluster:
 
 
 def sized(cluster: Cluster, devices: int) -> Cluster:
-    """The same nodes, as many as hold these devices, or a part of one. Raises ``UsageError``."""
+    """The same nodes, as many as hold these devices, or a part of one; of racks an equal part of each. Raises ``UsageError``."""
     if devices < 1:
         raise UsageError(f"devices must be at least 1, not {devices}")
     per_node = cluster.devices_per_node
     if devices < per_node:
         inside = cluster.inside if devices > 1 else None
         return cluster.with_changes(nodes=1, devices_per_node=devices, inside=inside)
+    racks = math.ceil(devices / per_node)
+    if per_node > _LARGEST_SERVER and devices % racks == 0:
+        per_node = devices // racks
     if devices % per_node:
-        fewer, more = devices // per_node * per_node, math.ceil(devices / per_node) * per_node
+        fewer, more = devices // per_node * per_node, racks * per_node
         raise UsageError(
             f"{devices} devices fill no whole number of {cluster.name or 'the cluster'}'s nodes of {per_node}: take {fewer} or {more}"
         )
@@ -154,7 +159,7 @@ def sized(cluster: Cluster, devices: int) -> Cluster:
             f"{devices} devices are {devices // per_node} nodes of {cluster.name or 'the cluster'}, and it does not say what links nodes: "
             'between = "400 Gb/s NDR InfiniBand"'
         )
-    return cluster.with_changes(nodes=devices // per_node)
+    return cluster.with_changes(nodes=devices // per_node, devices_per_node=per_node)
 
 
 def _link(said: Any, device: Device, per_node: int, where: str, *, between: bool) -> Link:

@@ -169,6 +169,7 @@ def workload_from_config(
     fields |= {
         "name": name or str(config.get("_name_or_path") or model_type),
         "sequence": sequence or _sequence(reading),
+        "sequence_is_most": not sequence,
         "dropout": any(_positive(config.get(key)) for key in _DROPOUTS),
         **_attention(reading, fields),
         **_mixture(reading, fields),

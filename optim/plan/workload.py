@@ -10,7 +10,7 @@ to the percent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from trine.record.errors import UsageError
@@ -55,6 +55,7 @@ class Workload:
     ``other_parameters``: what else a layer, and the model outside its layers, hold (sinks, gates, norms of embeddings).
     ``position_kind``: of :data:`POSITIONS`, "" where nobody said; of rotary ones ``rotary_base`` (0 where nobody said), the
     ``rotary_share`` of a head that turns, and how they are scaled for longer sequences (``rotary_scaling``, "" not at all).
+    ``sequence_is_most``: nobody said ``sequence``, and it is the longest that the model takes.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Workload:
     rotary_base: float = 0.0
     rotary_share: float = 1.0
     rotary_scaling: str = ""
+    sequence_is_most: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -121,10 +123,10 @@ class Workload:
                 raise UsageError(f"{self.name}: {name} must be at least 1, not {getattr(self, name)}")
         if self.layers > _MOST_LAYERS:
             raise UsageError(f"{self.name}: layers must be at most {_MOST_LAYERS}, not {self.layers}")
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, int) and value > _LARGEST:
-                raise UsageError(f"{self.name}: {field.name} must be at most {_LARGEST}, not {value}")
+                raise UsageError(f"{self.name}: {each.name} must be at most {_LARGEST}, not {value}")
         if not 1 <= self.load_imbalance <= max(self.experts, 1):
             raise UsageError(
                 f"{self.name}: load_imbalance is the busiest expert rank's share over the mean, from 1 to experts "
@@ -177,7 +179,8 @@ class Workload:
 
     def with_changes(self, **changes: Any) -> Workload:
         """A copy with other dimensions; what was derived from those that change must be given too."""
-        return replace(self, **changes)
+        said = {"sequence_is_most": False} if "sequence" in changes else {}
+        return replace(self, **said, **changes)
 
     @property
     def is_mixture(self) -> bool:
@@ -308,12 +311,12 @@ class Workload:
     def to_dict(self) -> dict[str, Any]:
         """Fields as plain values, for JSON."""
         return {
-            field.name: (
+            each.name: (
                 None
-                if (value := getattr(self, field.name)) is None
+                if (value := getattr(self, each.name)) is None
                 else {part.name: getattr(value, part.name) for part in fields(value)}
                 if isinstance(value, LatentAttention)
                 else value
             )
-            for field in fields(self)
+            for each in fields(self)
         }

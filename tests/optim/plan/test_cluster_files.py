@@ -9,7 +9,7 @@ import pytest
 from trine.optim.plan._tables import packaged
 from trine.optim.plan.cluster_files import cluster_names, cluster_of
 from trine.optim.plan.units import Bandwidth
-from trine.record.errors import TrineError
+from trine.record.errors import TrineError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -198,3 +198,16 @@ def test_a_cluster_that_is_none_is_told_of_here_and_an_empty_one_of_its_variable
         cluster_of("dgx-h1000")
     with pytest.raises(TrineError, match="no cluster is named"):
         cluster_of("")
+
+
+def test_of_racks_a_job_takes_an_even_part_and_of_servers_whole_ones() -> None:
+    racks = cluster_of("gb200-nvl72", devices=512)
+    assert (racks.nodes, racks.devices_per_node) == (8, 64)
+    assert (
+        cluster_of("gb200-nvl72", devices=144).devices_per_node,
+        cluster_of("gb200-nvl72", devices=36).nodes,
+    ) == (72, 1)
+    with pytest.raises(UsageError, match="take 504 or 576"):
+        cluster_of("gb200-nvl72", devices=509)
+    with pytest.raises(UsageError, match="take 8 or 16"):
+        cluster_of("dgx-h100", devices=12)

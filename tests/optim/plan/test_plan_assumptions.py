@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from plan_problems import DENSE, MIXTURE
@@ -11,6 +14,7 @@ from trine.optim.plan.cluster_files import cluster_of
 from trine.optim.plan.collectives import LINK_CONSTANTS, Network, all_reduce_s
 from trine.optim.plan.planning import plan
 from trine.optim.plan.units import Bandwidth
+from trine.optim.plan.workload_files import workload_of
 
 
 @pytest.mark.parametrize(("device", "carried"), [("dgx-a100-80", True), ("dgx-h100", False)])
@@ -36,6 +40,26 @@ def test_drives_that_nobody_described_are_told() -> None:
         assert len(told) == count and all("3 GB/s a device are taken" in text for text in told)
     plain = plan(DENSE, here, global_batch=16, stack="deepspeed", top=1, pins=pins[1:]).assumptions
     assert not any("drives" in text for text in plain)
+
+
+def test_a_sequence_as_long_as_the_model_takes_is_told(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "vocab_size": 1000,
+    }
+    config |= {"intermediate_size": 1024, "max_position_embeddings": 4096}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    here = cluster_of("dgx-h100", devices=8)
+    for sequence, told in ((None, 1), (1024, 0)):
+        found = plan(
+            file, here, global_batch=16, sequence=sequence, top=1, pins=["recompute=none"]
+        ).assumptions
+        assert sum("sequences of 4,096 tokens: nobody said" in text for text in found) == told
+    assert not workload_of(file).with_changes(sequence=2048).sequence_is_most
 
 
 def latencies(cluster: Cluster) -> list[str]:

@@ -208,6 +208,9 @@ def test_on_two_nodes_the_two_level_exchange_crosses_with_fewer_bytes() -> None:
     # The node's link carried 2·3/4 S and carries two rings of 2·1/2·S/2; inside, a scatter and a gather between two.
     expected = task.seconds * (1 - (1 / 2) / (3 / 4)) - 2 * (ALPHA + task.bytes / BETA)
     assert found.gain.mid == pytest.approx(expected, rel=1e-3)
+    levelled = run(ranks=4, hosts=2, configuration={"communication": {"algorithm": "two_level"}})
+    with pytest.raises(UsageError, match="has communication.algorithm = two_level already"):
+        levelled.what_if({"communication.algorithm": "two_level"})
 
 
 def test_two_nodes_of_eight_ranks_send_little_less_over_their_links() -> None:

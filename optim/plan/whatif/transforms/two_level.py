@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, mapped
 from trine.optim.plan.whatif.transforms import Change
-from trine.optim.plan.whatif.transforms._facts import refuse_neutral
+from trine.optim.plan.whatif.transforms._facts import refuse_neutral, require_plain
 from trine.optim.plan.whatif.transforms._transfers import exchanging, is_gradient, replicas, require_exchange
 from trine.record.errors import UsageError
 
@@ -25,12 +25,13 @@ ORDER = 58
 
 
 def apply(graph: Graph, change: Change) -> Graph:
-    """Raises ``UsageError`` on one node, for other algorithms, or where a node's link was not calibrated."""
+    """Raises ``UsageError`` on one node, where the run had it already, for other algorithms, or where a node's link was not calibrated."""
     name = change.config.communication.algorithm
     if name is None:
         refuse_neutral(graph, change, KEYS)
     if name != "two_level":
         raise UsageError(f'communication.algorithm = "{name}": a what-if knows "two_level" alone')
+    require_plain(graph, KEYS[0])
     require_exchange(graph, KEYS[0])
     ranks, nodes = replicas(graph), _nodes(graph)
     inside = ranks // nodes
