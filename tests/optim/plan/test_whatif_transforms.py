@@ -209,7 +209,7 @@ def test_on_two_nodes_the_two_level_exchange_crosses_with_fewer_bytes() -> None:
     expected = task.seconds * (1 - (1 / 2) / (3 / 4)) - 2 * (ALPHA + task.bytes / BETA)
     assert found.gain.mid == pytest.approx(expected, rel=1e-3)
     levelled = run(ranks=4, hosts=2, configuration={"communication": {"algorithm": "two_level"}})
-    with pytest.raises(UsageError, match="has communication.algorithm = two_level already"):
+    with pytest.raises(UsageError, match=r"has communication\.algorithm = two_level already"):
         levelled.what_if({"communication.algorithm": "two_level"})
 
 
