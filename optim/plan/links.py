@@ -25,7 +25,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
     (r"xgmi|infinity ?fabric", "xgmi"),
     (r"omni-?path|\bopa\b", "omnipath"),
     (r"\bici\b|torus", "ici"),
-    (r"\befa\b|\bsrd\b", "efa"),
+    (r"\befa(?:v\d)?\b|\bsrd\b", "efa"),
     (r"\broce", "roce"),
     (r"infiniband|\bib\b|\b[sdqefhnx]dr\d*\b|\bhca", "infiniband"),
     (r"slingshot|ethernet|gbe\b|\btcp\b", "ethernet"),
@@ -54,6 +54,19 @@ _GENERATIONS: tuple[tuple[str, float], ...] = (
     (r"pcie? ?(?:gen ?)?4", 32e9),
     (r"pcie? ?(?:gen ?)?3", 16e9),
 )
+
+#: Families → bytes a second of sixteen lanes of the PCIe that their cards have, in one direction (vendors' datasheets).
+_PCIE = {
+    **dict.fromkeys(("pascal", "volta", "turing"), 16e9),
+    **dict.fromkeys(("ampere", "ada", "cdna1", "cdna2", "gaudi"), 32e9),
+    **dict.fromkeys(("hopper", "blackwell", "cdna3", "cdna4"), 64e9),
+}
+#: Families → bytes a second of a device over EFA: Amazon EC2's P3dn (100 Gb/s for eight), P4d (400), P5 and P6 (3,200).
+_EFA = {"volta": 1.5625e9, "ampere": 6.25e9, "hopper": 50e9, "blackwell": 50e9}
+#: A network that names no rate → bytes a second of one adapter: Slingshot 11's, and 100 Gb/s of what is Ethernet and no more.
+_ADAPTERS: tuple[tuple[str, float], ...] = ((r"slingshot", 25e9), (r"ethernet|gbe\b|\btcp\b", 12.5e9))
+#: Two names of one network: its adapters carry either, at one rate.
+_SAME = {"roce": "infiniband"}
 
 _RATE = re.compile(
     r"(?:(?P<count>\d+) ?[x×*] ?)?(?P<value>\d+(?:\.\d+)?) ?(?P<prefix>[mgt])(?P<unit>b(?:it)?|B(?:yte)?)"
@@ -110,14 +123,31 @@ def link_of(
             raise UsageError(
                 f'{text!r} names no link and no rate: write both, as in "NVLink4 450GB/s" or "400Gb/s NDR InfiniBand"'
             )
-        if usual is None or device is None:
-            raise UsageError(f'{text!r} says no rate: add one with its unit, as in "{text} 400Gb/s"')
-        bandwidth = usual.bandwidth
-        note = f"{text!r} says no rate: {bandwidth} a device taken, as {device.name} usually has"
+        bandwidth, whose = _bandwidth_of_kind(text, kind, device, between)
+        note = f"{text!r} says no rate: {bandwidth} a device taken, as {whose}"
     if kind is None:
         kind = usual.kind if usual is not None else "infiniband" if between else "nvlink"
     in_switch = bool(_REDUCES.search(text)) or (usual is not None and usual.in_switch and usual.kind == kind)
     return Link(bandwidth, kind, in_switch, note)
+
+
+def _bandwidth_of_kind(text: str, kind: str, device: Device | None, between: bool) -> tuple[Bandwidth, str]:
+    """What a device has of a kind of link, and who says so: its usual link's where that is of this kind, else the kind's own.
+
+    Raises ``UsageError`` where neither is known: another kind's rate would be a wrong plan.
+    """
+    if device is not None:
+        for side in (between, not between):
+            usual = _usual(device, side)
+            if usual is not None and _SAME.get(usual.kind, usual.kind) == _SAME.get(kind, kind):
+                return usual.bandwidth, f"{device.name} usually has"
+        rates = {"pcie": _PCIE, "efa": _EFA}.get(kind, {})
+        if device.family in rates:
+            return Bandwidth(rates[device.family]), f"{kind} of the family {device.family} has"
+        for pattern, rate in _ADAPTERS:
+            if re.search(pattern, text, re.IGNORECASE):
+                return Bandwidth(rate), "an adapter of such networks usually has"
+    raise UsageError(f'{text!r} says no rate: add one with its unit, as in "{text} 400Gb/s"')
 
 
 def default_link(device: Device, *, between: bool = False) -> Link:
@@ -159,7 +189,7 @@ def _bandwidth_of(
     rates = _rates(text, between)
     said = next((rate for rate in rates if rate.of_device), None)
     if said is not None:
-        return Bandwidth(said.bytes_per_s)
+        return Bandwidth(_one_way(text, said.bytes_per_s, device))
     if rates:
         # "200Gb/s (1.6Tb/s node)" says the same twice: the first is a device's unless it, too, is a node's.
         rate = next((rate for rate in rates if not rate.of_node), rates[0])
@@ -175,15 +205,16 @@ def _bandwidth_of(
 
 
 def _one_way(text: str, bytes_per_s: float, device: Device | None) -> float:
-    """Half of an NVLink's rate where it is twice what its bridge, generation or device has: datasheets add both directions up."""
-    if "nvlink" not in text.lower():
-        return bytes_per_s
-    bridge = bridge_of(device) if device is not None else None
+    """Half of a rate that is twice what its bridge, generation or device has: datasheets of NVLink and PCIe add both directions up."""
     generation = next(
         (rate for pattern, rate in _GENERATIONS if re.search(pattern, text, re.IGNORECASE)), None
     )
-    own = device.link.bytes_per_s if device is not None and device.link is not None else 0.0
-    known = bridge.bandwidth.bytes_per_s if bridge is not None else generation or own
+    if re.search(r"nvlink|nvswitch", text, re.IGNORECASE):
+        bridge = bridge_of(device) if device is not None else None
+        own = device.link.bytes_per_s if device is not None and device.link is not None else 0.0
+        known = bridge.bandwidth.bytes_per_s if bridge is not None else generation or own
+    else:
+        known = generation or 0.0 if re.search(r"pci", text, re.IGNORECASE) else 0.0
     return bytes_per_s / 2 if known and abs(bytes_per_s / known - 2) < 0.01 else bytes_per_s
 
 

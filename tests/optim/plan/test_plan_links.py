@@ -19,6 +19,8 @@ from trine.record.errors import UsageError
         ("NVLink2 NVSwitch", 150, "nvlink"),
         ("NVLink3 600 GB/s", 300, "nvlink"),  # the datasheet's figure of both directions
         ("NVLink4 900GB/s bidirectional", 450, "nvlink"),
+        ("NVLink4 900GB/s per GPU", 450, "nvlink"),
+        ("PCIe Gen4 x16 64GB/s", 32, "pcie"),
         ("NVLink4 450GB/s/dir", 450, "nvlink"),
         ("NVLink 5", 900, "nvlink"),
         ("NVLink5 900GB/s/dir", 900, "nvlink"),
@@ -74,6 +76,19 @@ def test_rates_and_kinds(text: str, gigabytes_per_s: float, kind: str) -> None:
         ("TPU v5p", "", True, 600, "ici", False),
         ("MI300X", "", False, 448, "xgmi", False),
         ("Gaudi2", "", True, 37.5, "roce", False),
+        # A kind that is not the device's usual one has its own rate.
+        ("A100", "PCIe", False, 32, "pcie", False),
+        ("H100", "PCIe", False, 64, "pcie", False),
+        ("V100", "PCIe", False, 16, "pcie", False),
+        ("L40S", "PCIe", False, 32, "pcie", False),
+        ("H100", "Ethernet", True, 12.5, "ethernet", False),
+        ("H100", "TCP", True, 12.5, "ethernet", False),
+        ("A100", "Slingshot-11", True, 25, "ethernet", False),
+        ("MI250X", "Slingshot-11", True, 12.5, "ethernet", False),
+        ("A100", "EFA", True, 6.25, "efa", False),
+        ("H100", "EFAv2", True, 50, "efa", False),
+        ("MI300X", "InfiniBand", True, 50, "infiniband", False),
+        ("GB200", "NVLink (NVL72)", True, 900, "nvlink", False),
     ],
 )
 def test_the_device_fills_what_a_text_leaves_open(
@@ -94,6 +109,18 @@ def test_what_is_said_needs_no_note_and_sharp_reduces_in_the_switch() -> None:
 def test_nothing_is_guessed_without_a_device(text: str) -> None:
     with pytest.raises(UsageError, match="rate"):
         link_of(text)
+
+
+@pytest.mark.parametrize(
+    ("device", "text"), [("L40S", "NVLink"), ("V100 PCIe", "NVLink"), ("A100", "xGMI"), ("A100", "ICI")]
+)
+def test_no_rate_of_another_kind_is_taken(device: str, text: str) -> None:
+    with pytest.raises(UsageError, match="says no rate"):
+        link_of(text, device_named(device))
+
+
+def test_both_directions_of_a_switch_are_halved() -> None:
+    assert link_of("NVSwitch 600 GB/s", device_named("A100")).bandwidth.bytes_per_s == 300e9
 
 
 def test_a_nodes_rate_needs_to_be_shared() -> None:
