@@ -43,9 +43,9 @@ class TensorPool:
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """(elements,) of ``dtype``, uninitialised, over memory that no living tensor has."""
         size = elements * dtype.itemsize
-        with self._lock:
-            buffer = self._free(_rounded(size))
-        return buffer.lent(size).view(dtype)
+        with self._lock:  # until it is lent: it would look free to another thread
+            flat = self._free(_rounded(size)).lent(size)
+        return flat.view(dtype)
 
     def _free(self, size: int) -> _Buffer:
         same = self._buffers.pop(size, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trine
-from trine.optim.runtime import memory_fit
+from trine.optim.runtime import memory_fit, tensor_pool
 from trine.optim.runtime.host_memory import HostMemory
 from trine.optim.runtime.low_precision import LowPrecision
 from trine.optim.runtime.saved_tensors import LEAST_BYTES, SavedTensors
@@ -80,6 +81,26 @@ def test_a_tensor_that_lives_is_never_handed_out_again() -> None:
     del view
     again = {pool.empty(1000, torch.float32).data_ptr() for _ in range(3)}
     assert address in again and pool.made == 2
+
+
+def test_two_threads_at_once_get_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second asks after the first has found its buffer, and before a tensor has been made over that."""
+    pool = TensorPool(CPU)
+    pool.empty(1000, torch.float32)  # and dropped: a buffer is free
+    lent, found = tensor_pool._Buffer.lent, []
+    other = threading.Thread(target=lambda: found.append(pool.empty(1000, torch.float32)), daemon=True)
+
+    def slow(buffer: Any, size: int) -> torch.Tensor:
+        if not other.ident:
+            other.start()
+            other.join(0.5)  # it waits for the lock, or is done
+        return lent(buffer, size)
+
+    monkeypatch.setattr(tensor_pool._Buffer, "lent", slow)
+    found.append(pool.empty(1000, torch.float32))
+    other.join(5)
+    assert len({each.data_ptr() for each in found}) == len(found) == 2
+    assert pool.made == 2
 
 
 def test_a_hook_that_keeps_what_was_saved_keeps_its_numbers() -> None:
