@@ -219,6 +219,36 @@ def damaged(rank: int, changes: dict[str, Any], folder: str, ranks: int) -> dict
     return said
 
 
+def flushed(rank: int, engine: str, folder: str, ranks: int) -> dict[str, Any]:
+    """File numbers that this rank flushed to the disk in a save, in turn, and those of the checkpoint's files by name."""
+    import os
+
+    import torch
+
+    import trine
+    from trine.samples.gpt import loss_of
+
+    model = optim_cases.small_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    running = trine.optimize(model, optimizer, {"engine": engine, "zero": {"stage": 2}}, loss_fn=loss_of)
+    losses(running, rank, ranks, 0, 1)
+    numbers: list[int] = []
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        numbers.append(os.fstat(file).st_ino)
+        real(file)
+
+    os.fsync = fsync
+    try:
+        path = running.save(Path(folder) / "run")
+    finally:
+        os.fsync = real
+        running.close()
+    files = {str(each.relative_to(path)): each.stat().st_ino for each in path.rglob("*")}
+    return {"numbers": numbers, "files": files}
+
+
 def left_behind(rank: int, changes: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Process-wide state before an engine, while it lives, and after it was closed."""
     import logging

@@ -30,7 +30,13 @@ from trine.optim.runtime.checkpoints.description import (
     standing,
     write_description,
 )
-from trine.optim.runtime.checkpoints.integrity import Damaged, flush_folder, read_whole, write_whole
+from trine.optim.runtime.checkpoints.integrity import (
+    Damaged,
+    flush_file,
+    flush_folder,
+    read_whole,
+    write_whole,
+)
 from trine.optim.runtime.checkpoints.ranks import Ranks
 from trine.optim.runtime.checkpoints.reading import Loaded
 from trine.optim.runtime.checkpoints.writing import make_place, plain, renamed_when_whole
@@ -84,7 +90,7 @@ class DeepSpeedKeeper:
             if ranks.rank == 0:
                 state = None if scheduler is None else scheduler.state_dict()
                 files[COMMON] = write_whole(partial / COMMON, plain({"scheduler": state}))
-            return files | self._sums(partial)
+            return files | self._flushed(partial)
 
         by_rank = ranks.all(finish_own, what)
         ranks.first(lambda: self._publish(partial, folder, step, by_rank, keep), what)
@@ -93,10 +99,15 @@ class DeepSpeedKeeper:
     def _write(self, partial: Path) -> None:
         self._assembly.model.save_checkpoint(str(partial), tag=_TAG, save_latest=False)  # type: ignore[operator]
 
-    def _sums(self, folder: Path) -> dict[str, Any]:
-        """Sizes and checksums of this rank's share of DeepSpeed's files, which do not say who wrote them."""
+    def _flushed(self, folder: Path) -> dict[str, Any]:
+        """Sizes and checksums of this rank's share of DeepSpeed's files, which do not say who wrote them; they last now.
+
+        DeepSpeed leaves them to the system, which may lose them after the folder has taken its name.
+        """
         paths = sorted(path for path in (folder / _TAG).rglob("*") if path.is_file())
         mine = paths[self._ranks.rank :: self._ranks.ranks]
+        for path in mine:
+            flush_file(path)
         return {str(path.relative_to(folder)): _summed(path) for path in mine}
 
     def _publish(
@@ -105,7 +116,10 @@ class DeepSpeedKeeper:
         files: dict[str, Any] = {}
         for described_files in by_rank:
             files |= described_files
-        flush_folder(partial / _TAG)
+        for script in partial.glob("*.py"):  # which DeepSpeed puts beside them, to read them with
+            flush_file(script)
+        for each in {partial / _TAG, *(path.parent for path in (partial / _TAG).rglob("*"))}:
+            flush_folder(each)
         write_description(
             partial,
             {

@@ -96,6 +96,18 @@ def test_damaged_and_foreign_checkpoints_are_named(two_ranks: RankPool, tmp_path
         assert said["the one before"] == "2"
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "torch"])  # ours is the healthy control
+def test_every_file_of_a_checkpoint_is_flushed_before_its_description(
+    two_ranks: RankPool, engine: str, tmp_path: Path
+) -> None:
+    by_rank = two_ranks.run("deepspeed_cases:flushed", engine, str(tmp_path), 2)
+    files = dict(by_rank[0]["files"])
+    description = files.pop("trine.json")
+    before = by_rank[0]["numbers"]
+    before = before[: before.index(description)] + by_rank[1]["numbers"]
+    assert len(files) > 4 and not [name for name, number in files.items() if number not in before]
+
+
 @pytest.mark.parametrize(
     ("changes", "how", "words"),
     [

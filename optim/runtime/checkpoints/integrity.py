@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from trine.record.errors import UnreadableInput
 
-__all__ = ["Damaged", "Reader", "Writer", "flush_folder", "read_whole", "write_whole"]
+__all__ = ["Damaged", "Reader", "Writer", "flush_file", "flush_folder", "read_whole", "write_whole"]
 
 #: (offset, bytes, CRC-32) of an item.
 Item = tuple[int, int, int]
@@ -120,6 +120,12 @@ def write_whole(path: Path, data: bytes | memoryview) -> Described:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": len(data), "items": [(0, len(data), zlib.crc32(data))]}
+
+
+def flush_file(path: Path) -> None:
+    """Make what somebody else has written to it last."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
