@@ -13,8 +13,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from trine.optim.dialects.accelerate_deepspeed import read_inside
 from trine.optim.dialects.accelerate_keys import DDP_ROWS_BY_PATH, ROWS_BY_PATH
-from trine.optim.dialects.deepspeed import imported_from, read_tables
 from trine.optim.dialects.reading import Imported, Reading, announce, mapping_of, spelled
 from trine.record.errors import UsageError
 
@@ -43,26 +43,23 @@ def read_accelerate(
     """
     tables, name = mapping_of(source, "Accelerate", _parsed)
     reading = Reading(name, ROWS_BY_PATH)
-    reading.walk(_normalised(tables))
-    processes = reading.pop("num_processes", int)
+    tables = _normalised(tables, reading.errors)
+    reading.walk(tables)
+    processes = _processes(reading)
     ranks = processes if ranks is None else ranks
-    kind = str(reading.pop("distributed_type", str, "NO")).upper()
-    precision = str(reading.pop("mixed_precision", str, "no")).lower()
-    fsdp = {
-        path: reading.values.pop(path) for path in list(reading.values) if path.startswith("fsdp_config.")
-    }
+    kind = _word(reading, "distributed_type", "NO").upper()
+    precision = _precision_of(reading)
+    fsdp = _only_for(reading, "FSDP", "fsdp_config", kind)
+    _only_for(reading, "DEEPSPEED", "deepspeed_config", kind)
     if kind == "DEEPSPEED":
         folder = None if isinstance(source, Mapping) else Path(source).parent
-        _read_deepspeed(reading, tables, precision, ranks, folder)
+        read_inside(reading, tables, precision, ranks, folder)
     elif kind in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         _read_precision(reading, precision, kind == "FSDP")
         if kind == "FSDP":
             _read_fsdp(reading, fsdp)
     else:
         reading.errors.append(_other_kind(kind))
-    reading.values = {
-        path: value for path, value in reading.values.items() if not path.startswith("deepspeed_config.")
-    }
     _read_parallel(reading)
     _read_dynamo(reading)
     if ddp is not None:
@@ -86,7 +83,7 @@ def _parsed(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _normalised(tables: Mapping[str, Any]) -> dict[str, Any]:
+def _normalised(tables: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
     """Prefixes inside the tables put in, ``"true"`` made true, and older spellings that Accelerate converts itself."""
     found: dict[str, Any] = {}
     prefixes = {
@@ -95,20 +92,51 @@ def _normalised(tables: Mapping[str, Any]) -> dict[str, Any]:
         "parallelism_config": "parallelism_config_",
     }
     for name, value in tables.items():
-        if isinstance(value, Mapping):
-            prefix = prefixes.get(name, "")
-            found[name] = {
-                (key if str(key).startswith(prefix) else f"{prefix}{key}"): _truth(inner)
-                for key, inner in value.items()
-            }
-        else:
+        if not isinstance(value, Mapping):
             found[name] = _truth(value)
+            continue
+        prefix = prefixes.get(name, "")
+        found[name] = {}
+        for key, inner in value.items():
+            whole = key if str(key).startswith(prefix) else f"{prefix}{key}"
+            if whole in found[name]:
+                errors.append(f"{name}.{whole} stands in it with and without {prefix}: keep one of them")
+            found[name][whole] = _truth(inner)
     if "fp16" in found:
-        found.setdefault("mixed_precision", "fp16" if found["fp16"] else "no")
-        del found["fp16"]
+        older = "fp16" if found.pop("fp16") else "no"
+        if older == "fp16" and found.get("mixed_precision") not in (None, older):
+            errors.append("fp16 is an older spelling of what mixed_precision says: keep one of them")
+        found.setdefault("mixed_precision", older)
     if "dynamo_backend" in found:
+        if found.get("dynamo_config"):
+            errors.append("dynamo_backend is an older spelling of what dynamo_config says: keep one of them")
         found["dynamo_config"] = {"dynamo_backend": found.pop("dynamo_backend")}
     return found
+
+
+def _only_for(reading: Reading, of: str, name: str, kind: str) -> dict[str, Any]:
+    """The values of a table, taken out of ``reading``; left out with a reason where another ``kind`` is asked for."""
+    found = {path: reading.values.pop(path) for path in list(reading.values) if path.startswith(f"{name}.")}
+    if found and kind != of:
+        reading.leave_out(f"only for distributed_type = {of}", *found)
+    return found
+
+
+def _processes(reading: Reading) -> int | None:
+    """Of the job; ``None`` where the file leaves it to the launcher, by -1 or by saying nothing."""
+    processes: int | None = reading.pop("num_processes", int)
+    if processes == -1:
+        return None
+    if processes is not None and processes < 1:
+        reading.errors.append(f"num_processes = {processes}: it takes 1 or more, or -1 for the launcher's")
+    return processes
+
+
+def _word(reading: Reading, path: str, default: str) -> str:
+    """A word; YAML reads an unquoted ``no`` as false."""
+    if reading.values.get(path) is False:
+        reading.values[path] = "no"
+    return str(reading.pop(path, str, default))
 
 
 def _truth(value: Any) -> Any:
@@ -129,6 +157,17 @@ def _other_kind(kind: str) -> str:
     )
 
 
+def _precision_of(reading: Reading) -> str:
+    """``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``, of whatever kind."""
+    given = _word(reading, "mixed_precision", "no").lower()
+    if given in ("no", "fp32", "false", "none"):
+        return "no"
+    if given not in ("fp16", "bf16", "fp8"):
+        reading.errors.append(f'mixed_precision = {spelled(given)}: it takes "no", "fp16", "bf16" or "fp8"')
+        return "no"
+    return given
+
+
 def _read_precision(reading: Reading, precision: str, sharded: bool) -> None:
     if precision in ("bf16", "fp16"):
         reading.set("precision.dtype", precision, "mixed_precision")
@@ -137,10 +176,6 @@ def _read_precision(reading: Reading, precision: str, sharded: bool) -> None:
     elif precision == "fp8":
         reading.set("precision.dtype", "bf16", "mixed_precision")
         reading.set("precision.float8", True, "mixed_precision")
-    elif precision not in ("no", "fp32", "false", "none"):
-        reading.errors.append(
-            f'mixed_precision = {spelled(precision)}: it takes "no", "fp16", "bf16" or "fp8"'
-        )
 
 
 # --- FSDP --------------------------------------------------------------------------------------
@@ -151,16 +186,7 @@ def _read_fsdp(reading: Reading, fsdp: dict[str, Any]) -> None:
     version = str(values.get("version", 1))
     if version not in ("1", "2"):
         reading.errors.append(f"fsdp_version = {spelled(values['version'])}: it takes 1 or 2")
-    after = values.get("reshard_after_forward")
-    strategy = values.get("sharding_strategy", None if isinstance(after, bool) else after)
-    if version == "2" and (isinstance(after, bool) or after is None):
-        reading.set("zero.stage", 2 if after is False else 3, "fsdp_reshard_after_forward")
-    else:
-        stage, hybrid = _strategy_of(reading, strategy)
-        if stage:
-            reading.set("zero.stage", stage, "fsdp_sharding_strategy")
-        if hybrid:
-            reading.set("parallel.shard", "auto", "fsdp_sharding_strategy")
+    _read_strategy(reading, values, version)
     if _is_true(reading, values, "offload_params"):
         reading.set("offload.parameters", "cpu", "fsdp_offload_params")
         reading.set("offload.optimizer", "cpu", "fsdp_offload_params")
@@ -170,6 +196,26 @@ def _read_fsdp(reading: Reading, fsdp: dict[str, Any]) -> None:
         reading.set("offload.activations", "cpu", "fsdp_activation_checkpointing_offload")
     if _is_true(reading, values, "forward_prefetch"):
         reading.set("zero.prefetch", 1, "fsdp_forward_prefetch")
+
+
+def _read_strategy(reading: Reading, values: Mapping[str, Any], version: str) -> None:
+    """The second version says by true or false whether parameters are freed; the first names a strategy, in either key."""
+    strategy, after = values.get("sharding_strategy"), values.get("reshard_after_forward")
+    unused = "fsdp_config.fsdp_sharding_strategy"
+    if version == "2":
+        stage = 3 if after is None or _is_true(reading, values, "reshard_after_forward") else 2
+        reading.set("zero.stage", stage, "fsdp_reshard_after_forward")
+    else:
+        unused = "fsdp_config.fsdp_reshard_after_forward"
+        if strategy is None and not isinstance(after, bool):
+            strategy, after = after, None
+        stage, hybrid = _strategy_of(reading, strategy)
+        if stage:
+            reading.set("zero.stage", stage, "fsdp_sharding_strategy")
+        if hybrid:
+            reading.set("parallel.shard", "auto", "fsdp_sharding_strategy")
+    if (strategy if version == "2" else after) is not None:
+        reading.leave_out(f"fsdp_version = {version} has another key for it", unused)
 
 
 def _is_true(reading: Reading, values: Mapping[str, Any], name: str) -> bool:
@@ -193,51 +239,6 @@ def _strategy_of(reading: Reading, given: Any) -> tuple[int, bool]:
     return _STRATEGIES[name]
 
 
-# --- DeepSpeed ---------------------------------------------------------------------------------
-
-
-def _read_deepspeed(
-    reading: Reading, tables: Mapping[str, Any], precision: str, ranks: int | None, folder: Path | None
-) -> None:
-    """By the other dialect: the file that is named, or the few keys that stand here."""
-    given = tables.get("deepspeed_config") or {}
-    inline = _normalised(given if isinstance(given, Mapping) else {})  # what is no table, the walk has named
-    file = inline.get("deepspeed_config_file")
-    if isinstance(file, str):
-        path = Path(file) if folder is None else folder / file
-        described, name = read_tables(path)
-    else:
-        described, name = _inline(inline), f"{reading.source}: deepspeed_config"
-        if precision in ("bf16", "fp16"):
-            described = {**described, precision: {"enabled": True}}
-    try:
-        found = imported_from(described, name, ranks)
-    except UsageError as error:
-        reading.errors.append(str(error))
-        return
-    for key, value in found.config.changes().items():
-        reading.set(key, value, "deepspeed_config")
-    reading.arguments |= found.arguments
-    reading.to_do += found.to_do
-    reading.notes += found.notes
-
-
-def _inline(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Accelerate's short keys as DeepSpeed's; stage 2 where none is said, as its plugin has it."""
-    zero: dict[str, Any] = {"stage": values.get("zero_stage", 2)}
-    for table in ("offload_optimizer", "offload_param"):
-        device = values.get(f"{table}_device")
-        if device is not None:
-            zero[table] = {"device": device}
-            if values.get(f"{table}_nvme_path") not in (None, "none"):
-                zero[table]["nvme_path"] = values[f"{table}_nvme_path"]
-    found: dict[str, Any] = {"zero_optimization": zero}
-    for key in ("gradient_accumulation_steps", "gradient_clipping"):
-        if values.get(key) is not None:
-            found[key] = values[key]
-    return found
-
-
 # --- the rest ----------------------------------------------------------------------------------
 
 
@@ -250,18 +251,27 @@ def _read_parallel(reading: Reading) -> None:
         "cp_size": "parallel.context",
         "sp_size": "parallel.context",
     }
-    for theirs, ours in names.items():
-        size = reading.pop(prefix + theirs, int)
-        if size is not None and size > 1:
-            reading.set(ours, size, theirs)
+    sizes = {theirs: reading.pop(prefix + theirs, int, 1) for theirs in names}
+    for theirs, size in sizes.items():
+        if size < 1:
+            reading.errors.append(f"{theirs} = {size}: it takes 1 or more")
+        elif size > 1:
+            reading.set(names[theirs], size, theirs)
+    if sizes["cp_size"] > 1 and sizes["sp_size"] > 1:
+        reading.errors.append("cp_size and sp_size exclude each other: keep one of them")
 
 
 def _read_dynamo(reading: Reading) -> None:
     prefix = "dynamo_config.dynamo_"
-    backend = str(reading.pop(f"{prefix}backend", str, "NO")).upper()
+    backend = _word(reading, f"{prefix}backend", "NO").upper()
+    given = [
+        path for path in (f"{prefix}use_regional_compilation", f"{prefix}mode") if path in reading.values
+    ]
     regional = reading.pop(f"{prefix}use_regional_compilation", bool, False)
     mode = reading.pop(f"{prefix}mode", str, "default")
     if backend == "NO":
+        if given:
+            reading.leave_out("nothing is compiled: dynamo_backend is NO", *given)
         return
     if backend != "INDUCTOR":
         reading.errors.append(

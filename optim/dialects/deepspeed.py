@@ -51,6 +51,7 @@ def imported_from(tables: Mapping[str, Any], name: str, ranks: int | None) -> Im
     _read_parallel(reading)
     _read_batch(reading, ranks)
     _tell(reading, tables)
+    _tell_of_objects(reading)
     return reading.finished()
 
 
@@ -81,7 +82,8 @@ def _normalised(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_precision(reading: Reading) -> None:
     masters = [name for name in ("bf16", "fp16") if reading.pop(f"{name}.enabled", bool, False)]
-    reading.pop("bfloat16")
+    if reading.pop("bfloat16") is not None:
+        reading.errors.append("bfloat16 is the old name of bf16: keep one of them")
     autocast = reading.pop("torch_autocast.enabled", bool, False)
     dtype = reading.pop("torch_autocast.dtype", str)
     scale = reading.pop("fp16.loss_scale", (int, float), 0)
@@ -107,6 +109,10 @@ def _read_precision(reading: Reading) -> None:
             )
             return
         reading.set("precision.dtype", short[dtype], "torch_autocast.dtype")
+    if scale and "fp16" not in masters:
+        reading.leave_out("fp16.enabled is off", "fp16.loss_scale")
+    if dtype is not None and not autocast:
+        reading.leave_out("torch_autocast.enabled is off", "torch_autocast.dtype")
 
 
 def _read_pairs(reading: Reading) -> None:
@@ -119,9 +125,14 @@ def _read_pairs(reading: Reading) -> None:
             reading.set(pair.ours, ours, pair.theirs)
     for table in ("offload_optimizer", "offload_param"):
         path = reading.pop(f"zero_optimization.{table}.nvme_path", str)
-        found = None if path is None else read_path(path, reading)
-        if found is not None:
-            reading.set("offload.path", found, f"zero_optimization.{table}.nvme_path")
+        if path is None:
+            continue
+        key = f"zero_optimization.{table}.nvme_path"
+        found = read_path(path, reading)
+        if found is None:
+            reading.leave_out("nothing is offloaded to disk", key)
+        else:
+            reading.set("offload.path", found, key)
 
 
 def _read_compression(reading: Reading) -> None:
@@ -135,12 +146,16 @@ def _read_compression(reading: Reading) -> None:
             )
         elif low is None:
             reading.set("communication.compression", dtype, "communication_data_type")
+        else:
+            reading.leave_out("gradients travel as the parameters are", "communication_data_type")
     elif dtype == "fp32":
         if low is not None and reading.changes.get("zero.stage", 0) < 2:
             reading.errors.append(
                 f'communication_data_type = "fp32" over {low} parameters: gradients travel as the parameters are here, and in '
                 "float32 under zero stage 2 and 3: raise the stage, or take it out"
             )
+        else:
+            reading.leave_out("gradients travel in float32", "communication_data_type")
     elif dtype is not None:
         reading.errors.append(
             f'communication_data_type = {spelled(dtype)}: it takes "fp16", "bf16" or "fp32"'
@@ -159,27 +174,37 @@ def _read_parallel(reading: Reading) -> None:
         size = reading.pop(theirs, int)
         if size is not None and size > 1:
             reading.set(ours, size, theirs)
-    experts = reading.pop("expert_parallel")
-    if isinstance(experts, Mapping) and experts.get("enabled"):
-        size = experts.get("autoep_size", 1)
-        if isinstance(size, int) and size > 1:
+    experts = reading.pop_table("expert_parallel")
+    if experts.get("enabled"):
+        reading.values["expert_parallel.autoep_size"] = experts.get("autoep_size", 1)
+        size = reading.pop("expert_parallel.autoep_size", int, 1)
+        if size > 1:
             reading.set("parallel.expert", size, "expert_parallel.autoep_size")
-        others = [name for name in experts if name not in ("enabled", "autoep_size")]
-        if others:
-            reading.notes.append(
-                f"expert_parallel.{', '.join(others)}: experts are found by the model's structure"
-            )
-    compiling = reading.pop("compile")
-    if isinstance(compiling, Mapping) and compiling.get("deepcompile"):
+        else:
+            reading.leave_out("every rank has all experts", "expert_parallel.enabled")
+    elif "autoep_size" in experts:
+        reading.leave_out("expert_parallel.enabled is off", "expert_parallel.autoep_size")
+    others = [name for name in experts if name not in ("enabled", "autoep_size")]
+    if others:
+        reading.notes.append(
+            f"expert_parallel.{', '.join(others)}: experts are found by the model's structure"
+        )
+    compiling = reading.pop_table("compile")
+    if compiling.get("deepcompile"):
         reading.set("compute.compile", "blocks", "compile.deepcompile")
-        others = [name for name, value in compiling.items() if name != "deepcompile" and value]
-        if others:
-            reading.notes.append(f"compile.{', '.join(others)}: torch.compile alone is used")
+    others = [name for name, value in compiling.items() if name != "deepcompile" and value]
+    if others:
+        reading.notes.append(f"compile.{', '.join(others)}: torch.compile alone is used")
 
 
 def _read_batch(reading: Reading, ranks: int | None) -> None:
-    """``train_batch_size`` = micro-batch × accumulation × ranks; two of them and the ranks give the third."""
+    """``train_batch_size`` = micro-batch × accumulation × ranks; two of them and the ranks give the third.
+
+    Ranks that share a sequence or matrices share their samples, and count as one.
+    """
     changes = reading.changes
+    if ranks is not None:
+        ranks = max(1, ranks // (changes.get("parallel.context", 1) * changes.get("parallel.tensor", 1)))
     keys = ("accumulation.global_batch", "accumulation.micro_batch", "accumulation.steps")
     whole, micro, steps = (changes.get(key) for key in keys)
     if any(value is not None and value < 1 for value in (whole, micro, steps)):
@@ -209,7 +234,7 @@ def _read_batch(reading: Reading, ranks: int | None) -> None:
 
 
 def _tell(reading: Reading, tables: Mapping[str, Any]) -> None:
-    """What belongs into the program: clipping, optimizer, scheduler, what becomes of gradients that are not finite."""
+    """What belongs into the program: clipping, and what becomes of gradients that are not finite."""
     norm = reading.pop("gradient_clipping", (int, float))
     if norm is None and tables.get("gradient_clipping") != "auto":
         norm = CLIPS_AT
@@ -220,17 +245,29 @@ def _tell(reading: Reading, tables: Mapping[str, Any]) -> None:
             f"pass clip_norm={float(norm)} to trine.optimize: DeepSpeed clips gradients to this norm"
         )
     checks = reading.pop("bf16.check_grad_overflow", bool)
-    if checks is False and reading.changes.get("precision.dtype") == "bf16":
+    is_bf16 = reading.changes.get("precision.dtype") == "bf16"
+    if checks is False and is_bf16:
         reading.arguments["nonfinite"] = "allow"
         reading.to_do.append('pass nonfinite="allow" to trine.optimize: bf16.check_grad_overflow is off')
+    elif checks is not None:
+        why = "gradients are looked at by default: nonfinite" if is_bf16 else "bf16.enabled is off"
+        reading.leave_out(why, "bf16.check_grad_overflow")
+
+
+def _tell_of_objects(reading: Reading) -> None:
+    """The optimizer and the scheduler, which the program makes."""
     for name, default in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
-        table = reading.pop(name)
-        if isinstance(table, Mapping):
-            params = table.get("params") or {}
-            if isinstance(params, Mapping):
-                _tell_of_object(reading, name, str(table.get("type", default)), params)
-            else:
-                reading.errors.append(f"{name}.params = {spelled(params)}: it takes a table of keys")
+        if name not in reading.values:
+            continue
+        table = reading.pop_table(name)
+        reading.values[f"{name}.params"] = table.get("params")
+        params = reading.pop_table(f"{name}.params")
+        if table.get("legacy_fusion"):
+            reading.leave_out("the optimizer's kernels are PyTorch's", f"{name}.legacy_fusion")
+        if "torch_adam" in params:
+            reading.leave_out("the optimizer's kernels are PyTorch's", f"{name}.params.torch_adam")
+        if table:
+            _tell_of_object(reading, name, str(table.get("type") or default), params)
 
 
 #: Types of DeepSpeed's optimizers → the torch optimizer that computes the same.

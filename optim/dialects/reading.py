@@ -75,7 +75,9 @@ class Reading:
     def _enter(self, path: str, value: Any) -> None:
         if isinstance(value, Mapping):
             self.walk(value, f"{path}.")
-        elif value is not None and value != "auto":
+        elif isinstance(value, str) and value == "auto":
+            self.notes.append(f'{path} = "auto" is left to the program')
+        elif value is not None:
             self.errors.append(f"{path} = {spelled(value)}: it takes a table of keys")
 
     def _take(self, row: Row, value: Any) -> None:
@@ -92,7 +94,7 @@ class Reading:
                 self.errors.append(f"{row.path} = {spelled(value)}: {row.words}")
         elif row.does == "accepted":
             if value is not None:
-                self.left_out.setdefault(row.words, []).append(row.path)
+                self.leave_out(row.words, row.path)
         elif value is not None:
             self.values[row.path] = value
 
@@ -126,6 +128,18 @@ class Reading:
         listed = " or ".join(names.get(kind, "a table") for kind in wanted)
         self.errors.append(f"{path} = {spelled(value)}: it takes {listed}")
         return default
+
+    def leave_out(self, why: str, *paths: str) -> None:
+        """Say of keys that they were left out, for a reason that several may share."""
+        self.left_out.setdefault(why, []).extend(paths)
+
+    def pop_table(self, path: str) -> Mapping[str, Any]:
+        """The value of a key that is a table, once; an error is noted where it is none."""
+        value = self.values.pop(path, None)
+        if value is None or isinstance(value, Mapping):
+            return value or {}
+        self.errors.append(f"{path} = {spelled(value)}: it takes a table of keys")
+        return {}
 
     def set(self, key: str, value: Any, because: str) -> None:
         """Set our ``key``; an error is noted where two of their keys want different values there."""

@@ -50,7 +50,7 @@ def refused(path: str, instead: str, *harmless: Any, inner: str = "", whole: boo
 
     Of a table: harmless where it says ``"enabled": false``, and where all its values are harmless.
     """
-    values = harmless or (None, False, 0, 1, "", "none")
+    values = harmless or (None, False, 0, "", "none")
     return Row(path, "refused", instead, values, whole or bool(inner), frozenset(inner.split()))
 
 
