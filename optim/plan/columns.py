@@ -25,6 +25,7 @@ from trine.optim.plan.constants import (
     network_constants,
 )
 from trine.optim.plan.layouts import PRECISIONS
+from trine.optim.plan.memory_traits import memory_traits
 from trine.optim.plan.units import Bandwidth
 from trine.optim.plan.workload import Workload
 from trine.record.errors import UsageError
@@ -180,6 +181,7 @@ class Conditions:
     hidden_input_gradients: Column
     message_overlap: Column
     gradient_bytes: Column
+    whole_sums: Column
     operators: Column
 
     @classmethod
@@ -205,6 +207,7 @@ class Conditions:
             **_tiers(cluster),
             "network": 0,
             "operators": OPERATORS.index(stack.operators),
+            "whole_sums": memory_traits(stack).sums_whole_gradients,
             "attention_gain": stack.attention_gain if cluster.device.family in _NEWER else 1.0,
             "node": cluster.devices_per_node,
             **{name: getattr(device, name) for name in _OF_DEVICE},

@@ -13,7 +13,7 @@ import numpy as np
 from trine.optim.plan.columns import Conditions, Sizes
 from trine.optim.plan.layouts import COMPRESSIONS, Layouts
 from trine.optim.plan.operators import repeated_share
-from trine.optim.plan.ranks import place_elements, places_of, stays_gathered
+from trine.optim.plan.ranks import place_elements, places_of, stays_gathered, sums_whole
 from trine.optim.plan.traffic import reductions
 from trine.optim.plan.waits import WIRE_BYTES
 
@@ -48,7 +48,10 @@ def carried_by(sizes: Sizes, conditions: Conditions, one: Layouts) -> Carried:
     both = wire + (element if one["zero_stage"][0] > 0 else 0.0)
     gathered = tuple(sharded * share * element * each for each in weights)
     again = 0.0 if once else element
-    reduced = tuple(sharded * share * (again + wire) * each for each in weights)
+    # Where whole gradients are summed, a micro-batch has its part of the step's one reduction.
+    summed = bool(sums_whole(one, bool(conditions.whole_sums[0]))[0]) and not once
+    often = 1 / float(one["microbatches"][0]) if summed else 1.0
+    reduced = tuple(sharded * share * (again + often * wire) * each for each in weights)
     shares_data = int(one["data"][0] * one["context"][0]) > 1
     gradients = tuple(shares_data * (not sharded) * both * each for each in weights)
     return Carried(

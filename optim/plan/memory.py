@@ -157,7 +157,7 @@ def _moments(
     none = np.zeros_like(activations)
     # Gradients that backward makes anew are not there yet when a single micro-batch is at its loss.
     anew = (not traits.keeps_gradients) & (layouts["microbatches"] == 1)
-    early = np.where(anew, 0.0, state.gradients)
+    early = np.where(anew, 0.0, state.summed)
     # One piece as long as the shard: the small pieces that activations left behind cannot hold it, so it
     # comes on top.
     beside = state.temporary if traits.flat_step else none
@@ -168,7 +168,7 @@ def _moments(
         for values in (
             (early, activations, logits, state.head_gathers, beside),
             (early, activations, none, state.gathers, working + beside),
-            (state.gradients, last, none, state.gathers, working + beside),
+            (state.summed, last, none, state.gathers, working + beside),
             (state.gradients, none, none, none, state.temporary),
         )
     )

@@ -20,7 +20,7 @@ from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import Integers, Layouts
 from trine.optim.plan.memory_activations import element_bytes
 from trine.optim.plan.memory_traits import MemoryTraits
-from trine.optim.plan.ranks import Places, expert_replicas, place_elements, stays_gathered
+from trine.optim.plan.ranks import Places, expert_replicas, place_elements, stays_gathered, sums_whole
 from trine.optim.plan.workload import Workload
 
 __all__ = ["State", "state_of"]
@@ -30,12 +30,14 @@ __all__ = ["State", "state_of"]
 class State:
     """Bytes of each place, arrays (3, layouts), on the device; ``hosted`` etc.: of a rank, elsewhere.
 
+    ``gradients``: what is held until the step; ``summed``: while micro-batches run, where that is more.
     ``gathers``: around a layer's backward; ``head_gathers``: around the loss's. ``temporary``: at the step.
     ``away``: bytes of a rank by tier (``cpu``, ``nvme``, ``remote``).
     """
 
     parameters: Column
     gradients: Column
+    summed: Column
     optimizer: Column
     temporary: Column
     gathers: Column
@@ -90,10 +92,13 @@ def state_of(
     cached = np.where(fp8, traits.fp8_weight_bytes, 0.0) * elements.all
     gathers, head_gathers = _gathers(workload, stack, traits, layouts, places, elements.all, trained)
     away, parameters, optimizer_bytes, gradients = _offloaded(layouts, sizes)
+    # Sums of several micro-batches are 32-bit ones.
+    whole = trained * 4.0 * elements.all
     step = trained * elements.bytes_held(np.where(stage > 0, traits.step_bytes, 0.0), 1)
     return State(
         parameters=parameters + cached,
         gradients=gradients,
+        summed=np.where(sums_whole(layouts, traits.sums_whole_gradients), whole, gradients),
         optimizer=optimizer_bytes,
         temporary=np.where(layouts["optimizer_offload"] > 0, 0.0, step),
         gathers=gathers,
@@ -147,8 +152,8 @@ def _gathers(
     """Under ZeRO 3: blocks in use and ahead, with a block's whole gradients in both precisions; embedding and
     head around the loss.
 
-    A pipeline keeps its stage gathered, and its gradients whole, over the micro-batches of a step. Weights
-    that lie elsewhere come for each use.
+    A pipeline keeps its stage gathered over the micro-batches of a step. Weights that lie elsewhere come for each
+    use. Gradients that are held whole until the last micro-batch are counted among gradients.
     """
     tensor = layouts["tensor"].astype(np.float64)
     layer = _layer_elements(workload, stack, layouts)
@@ -166,13 +171,12 @@ def _gathers(
         ahead = np.minimum(layer * (1 + traits.prefetch), stage_layers)
     piped = stays_gathered(layouts)
     head = places.last * workload.vocab * workload.hidden / tensor
-    # Until a pipeline's last micro-batch whole gradients are summed, in 32 bits.
-    whole = np.where(piped, 4.0 * (stage_layers + outside), half * (unit + head))
-    # Below stage 3 gradients are whole, and counted, anyway.
+    # Below stage 3, and where they are summed whole, gradients are counted anyway.
     sharded = layouts["zero_stage"] >= 3
-    whole = trained * np.where(sharded, whole, 0.0)
+    anew = sharded & ~sums_whole(layouts, traits.sums_whole_gradients)
+    whole = trained * np.where(anew, half * (unit + head), 0.0)
     backward = half * (np.where(piped, stage_layers, ahead) + outside) + whole
-    loss = half * (np.where(piped, stage_layers, unit) + outside) + np.where(piped, whole, 0.0)
+    loss = half * (np.where(piped, stage_layers, unit) + outside)
     on = sharded | (layouts["parameter_offload"] > 0)
     return np.where(on, backward, 0.0), np.where(on, loss, 0.0)
 

@@ -30,7 +30,9 @@ class MemoryTraits:
     ``bf16_gradient_bytes`` and ``fp16_gradient_bytes``: of all gradients that are held until the step
     (DeepSpeed's optimizer with 32-bit sums beside gradients in bf16 is for stages below 2: from there
     ``fp16_gradient_bytes`` counts). ``keeps_gradients``: they, or a pool of their own, stay from step to
-    step; else backward makes them in what activations leave. ``step_bytes``: of a rank's share of the
+    step; else backward makes them in what activations leave. ``sums_whole_gradients``: under ZeRO 2 and 3
+    ranks synchronise with the last micro-batch alone, and hold whole sums until then; else they reduce each
+    micro-batch's. ``step_bytes``: of a rank's share of the
     optimizer's state, more while it updates under ZeRO, in one piece (``flat_step``) or parameter by
     parameter. ``gradient_copies``: buckets that repeat the gradients (DDP's). ``bucket_bytes``: fixed buffers
     of gradient reduction and gathers, where there are several data ranks.
@@ -58,6 +60,7 @@ class MemoryTraits:
     bf16_gradient_bytes: float = 4.0
     fp16_gradient_bytes: float = 4.0
     keeps_gradients: bool = True
+    sums_whole_gradients: bool = False
     step_bytes: float = 0.0
     flat_step: bool = False
     gradient_copies: float = 0.0

@@ -25,6 +25,7 @@ __all__ = [
     "place_elements",
     "places_of",
     "stays_gathered",
+    "sums_whole",
 ]
 
 
@@ -121,3 +122,12 @@ def stays_gathered(layouts: Layouts) -> npt.NDArray[np.bool_]:
     """Where ZeRO 3 gathers a layer once a step and reduces it once: a pipeline keeps its stage whole over the micro-batches, as
     PyTorch's FSDP does there; weights that lie elsewhere come for each use."""
     return np.asarray((layouts["pipeline"] > 1) & (layouts["parameter_offload"] == 0))
+
+
+def sums_whole(layouts: Layouts, whole: Column | bool) -> npt.NDArray[np.bool_]:
+    """Where gradients that ZeRO shards are held whole until they are reduced, once a step: in a pipeline, whose stages PyTorch
+    synchronises after their last micro-batch (torch.distributed.pipelining.stage, ``perform_reduce_grad``), and where software
+    accumulates so (``whole``)."""
+    several = layouts["microbatches"] > 1
+    once = (layouts["pipeline"] > 1) | (several & np.asarray(whole, dtype=np.bool_))
+    return np.asarray((layouts["zero_stage"] >= 2) & once)

@@ -12,7 +12,7 @@ import numpy as np
 from trine.optim.plan.columns import Column, Conditions, Sizes
 from trine.optim.plan.layouts import COMPRESSIONS, Layouts
 from trine.optim.plan.operators import LayerTimes, repeated_share
-from trine.optim.plan.ranks import first_elements, stays_gathered
+from trine.optim.plan.ranks import first_elements, stays_gathered, sums_whole
 from trine.optim.plan.tiers import offload_s, optimizer_s
 from trine.optim.plan.waits import Waits
 
@@ -191,7 +191,9 @@ def _gather(
     work_behind = sum(
         (times.average(name, sizes) for name in ("weight_s", "recompute_s")), times.average("input_s", sizes)
     )
-    return (
-        share * _beside(gathered, times.average("forward_s", sizes), slow),
-        share * _beside(np.where(once, 0.0, gathered) + reduced, work_behind, slow),
-    )
+    again = np.where(once, 0.0, gathered)
+    unreduced = _beside(again, work_behind, slow)
+    # A pipeline's whole share is of one micro-batch; elsewhere each gathers, and the last alone reduces.
+    last = np.where(sums_whole(layouts, conditions.whole_sums) & ~once, 1 / layouts["microbatches"], 1.0)
+    behind = unreduced + last * (_beside(again + reduced, work_behind, slow) - unreduced)
+    return share * _beside(gathered, times.average("forward_s", sizes), slow), share * behind

@@ -26,6 +26,8 @@ from trine.optim.plan.ranks import (
     expert_replicas,
     expert_stride,
     first_elements,
+    stays_gathered,
+    sums_whole,
 )
 
 Flags = npt.NDArray[np.bool_]
@@ -231,6 +233,9 @@ def _of_layers(
     own = expert_replicas(ranks, conditions.expert_tensor, layouts)
     on = layouts["zero_stage"] == 3
     replicas = np.maximum(layouts["data"] * layouts["context"] / ranks, 1.0)
+    # The table's gradients, too, are reduced once a step where whole ones are summed.
+    once = sums_whole(layouts, conditions.whole_sums) & ~stays_gathered(layouts)
+    often = (1 - sizes.frozen) / np.where(once, layouts["microbatches"], 1)
     return {
         "gather": _where(on, wire.one_way(shared * element, ranks, near)),
         "expert_gather": _where(on & (experts > 0), wire.one_way(experts * element, own, near_experts)),
@@ -242,7 +247,7 @@ def _of_layers(
                 (shared / ranks + experts / own) * wide, replicas, _near_replicas(conditions, layouts)
             ),
         ),
-        "table_gather": _where(on, wire.one_way(table * (element + (1 - sizes.frozen) * wide), ranks, near)),
+        "table_gather": _where(on, wire.one_way(table * (element + often * wide), ranks, near)),
     }
 
 
@@ -267,7 +272,8 @@ def _buckets(size: Column, layouts: Layouts) -> Column:
 class _Synchronisation:
     """Of a step's gradients without ZeRO 3: an all-reduce, or a reduce-scatter and the gather of new parameters.
 
-    ``size`` and ``element``: bytes of a gradient and of a parameter on the wire.
+    ``size`` and ``element``: bytes of a gradient and of a parameter on the wire. ``once``: sharded gradients, too, are reduced once
+    a step.
     """
 
     wire: _Wire
@@ -276,6 +282,7 @@ class _Synchronisation:
     element: Column
     replicas: Column
     near_replicas: Column
+    once: Flags
 
     def of(self, weights: Column, group: Column, shard: Column, near: Column) -> Wait:
         """In as many buckets as the layout has. ``group`` holds the same weights, ``shard`` of it their state."""
@@ -295,7 +302,8 @@ class _Synchronisation:
     def _halves(self, weights: Column, shard: Column, near: Column) -> Wait:
         sent = weights * self.size
         # Gradients that are sharded while they accumulate are reduced with each micro-batch (Rajbhandari 2020, section 7.1).
-        rounds = np.where(self.layouts["zero_stage"] == 2, self.layouts["microbatches"], 1)
+        each = (self.layouts["zero_stage"] == 2) & ~self.once
+        rounds = np.where(each, self.layouts["microbatches"], 1)
         reduced = self.wire.one_way(sent, shard, near)
         # Groups that share state are replicas of each other, whose shards are summed.
         summed = self.wire.all_reduce(sent / shard, self.replicas, self.near_replicas)
@@ -317,7 +325,13 @@ def _of_gradients(
     size = _wire_bytes(conditions, layouts)
     replicas = np.maximum(ranks / sharing, 1.0)
     synchronised = _Synchronisation(
-        wire, layouts, size, element, replicas, _near_replicas(conditions, layouts)
+        wire,
+        layouts,
+        size,
+        element,
+        replicas,
+        _near_replicas(conditions, layouts),
+        sums_whole(layouts, conditions.whole_sums),
     ).of
     own_replicas = partial(expert_replicas, expert_tensor=conditions.expert_tensor, layouts=layouts)
     near_experts = _near_experts(conditions, layouts)

@@ -197,10 +197,10 @@ def test_a_pipeline_gathers_its_stage_once_a_step_whatever_the_micro_batches() -
     plain, twice, piped, piped_twice = step(layouts, stack="torchtitan", between=50.0).parts["gathers"]
     assert twice == pytest.approx(2 * plain)
     assert piped_twice == pytest.approx(piped, rel=0.01)
-    # Weights that lie elsewhere come for each use.
+    # Weights that lie elsewhere come for each use; their gradients are reduced once all the same.
     moved = Layouts.of(data=64, zero_stage=3, pipeline=4, microbatches=[8, 16], parameter_offload="cpu")
     once, again = step(moved, stack="torchtitan", between=50.0).parts["gathers"]
-    assert again == pytest.approx(2 * once, rel=0.01)
+    assert 1.7 * once < again < 2 * once
 
 
 def test_compression_sends_less_and_costs_memory() -> None:
