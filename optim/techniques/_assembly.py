@@ -256,6 +256,8 @@ class Assembly:
     #: Called before parameters and optimizer state are read or written from outside, by a checkpoint, between steps: waits
     #: for what is being written to slower memory, and raises ``TrainingError`` where that is damaged.
     settle: list[Callable[[], None]] = field(default_factory=list)
+    #: Called when a checkpoint has filled parameters and optimizer state: what is there now is what is right.
+    filled: list[Callable[[], None]] = field(default_factory=list)
     #: (what the optimizer holds, key) → the tensor that this state is to be read into, where it does not lie beside the
     #: parameter: in the host's memory, or over a file. ``optimizer.state`` gets it; this rank's part where it is sharded.
     home_of: Callable[[torch.Tensor, str], torch.Tensor | None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import resource
@@ -46,6 +47,52 @@ def test_a_flipped_byte_on_one_rank_stops_all(what: str, two_ranks: RankPool, tm
     assert "is not what was written there" in own
     assert other.startswith("rank 0 has lost a part of the run's state") and own in other
     assert two_ranks.run("offload_cases:damaged", changes, None, what) == [("", "", False)] * 2
+
+
+@pytest.mark.parametrize("how", ["load", "load_state_dict", "begin"])
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("what", ["state", "parameters"])
+def test_what_was_taken_over_is_compared_at_its_first_read(
+    what: str, warm: bool, how: str, tmp_path: Path
+) -> None:
+    """A byte that is flipped after a load, or after the engine began, and before the first step."""
+    data = optim_cases.batches(3, 4)
+
+    def made(changes: dict[str, Any], steps: int) -> Any:
+        model = optim_cases.small_gpt(layers=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if how == "begin":  # the optimizer has a state, which goes to disk
+            loss_of(model, data[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps -= 1
+        config = trine.Config().with_changes(changes)
+        engine = trine.optimize(model, optimizer, config, loss_fn=loss_of)
+        for batch in data[:steps]:
+            engine.train_step(batch)
+        return engine
+
+    def losses(engine: Any) -> list[float]:
+        try:
+            return [float(engine.train_step(batch)) for batch in data[1:]]
+        finally:
+            engine.close()
+
+    def taken_over() -> Any:
+        if how == "begin":
+            return made(whole(tmp_path), 1)
+        engine = made(whole(tmp_path), int(warm))
+        engine.load(saved) if how == "load" else engine.load_state_dict(state)
+        return engine
+
+    plain = made({}, 1)
+    saved, state = plain.save(tmp_path / "saved"), copy.deepcopy(plain.state_dict())
+    expected = losses(plain)
+    assert losses(taken_over()) == expected  # the healthy control
+    engine = taken_over()
+    offload_cases.flip(engine, what)
+    with pytest.raises(TrainingError, match="is not what was written there"):
+        losses(engine)
 
 
 def test_a_damaged_state_is_not_saved(tmp_path: Path) -> None:
@@ -139,7 +186,8 @@ def test_checksums_see_every_kind_of_damage(size: int) -> None:
 def test_a_region_tells_the_programs_writes_from_damage(tmp_path: Path) -> None:
     file = TierFile(tmp_path, 8192)
     region = file.take("weight", "exp_avg", torch.empty(8, 16), torch.float32)
-    region.fill(torch.ones(8, 16), [(0, 64), (64, 128)])
+    region.cut([(0, 64), (64, 128)])
+    region.fill(torch.ones(8, 16))
     buffer = torch.empty(256, dtype=torch.uint8)
     region.tensor.mul_(3.0)
     region.notice()

@@ -76,6 +76,8 @@ def restore(state: Mapping[str, Any], assembly: Assembly, scheduler: Any) -> tup
     put_masters(assembly, masters, saved)
     put_slots(assembly, slots)
     match_twins(assembly)
+    for take_over in assembly.filled:
+        take_over()
     restore_common_state(assembly, scheduler, state["common"])
     restore_own_state(assembly, state["own"])
     return int(state["step"]), state["own"]["data"]

@@ -190,6 +190,8 @@ def _load(
     put_masters(assembly, masters, source.saved)
     put_slots(assembly, slots)
     match_twins(assembly)
+    for take_over in assembly.filled:
+        take_over()
     same = source.is_laid_out_as(assembly)
     restore_common_state(assembly, scheduler, common)
     ranks.all(

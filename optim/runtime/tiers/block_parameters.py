@@ -137,7 +137,8 @@ class BlockParameters:
                 region = file.take(
                     names.get(parameter, "a parameter"), "values", parameter.detach(), parameter.dtype
                 )
-                region.fill(parameter.detach(), [(0, parameter.numel())])
+                region.cut([(0, parameter.numel())])
+                region.fill(parameter.detach())
                 region.watch(parameter)
                 self.regions[parameter] = region
                 home = region.tensor
@@ -191,6 +192,11 @@ class BlockParameters:
         except DamagedTier as error:
             self._faults.report(error)
         self._faults.agree()
+
+    def filled(self) -> None:
+        """A checkpoint has filled what is on disk: from now on that is compared."""
+        for region in self.regions.values():
+            region.notice()
 
     def close(self) -> None:
         """Parameters stay on the device again, and modules are as they were."""

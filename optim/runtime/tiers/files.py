@@ -16,6 +16,7 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,18 @@ class TierFile:
             self._file.close()
             raise UsageError(_no_room(folder, self.size, error)) from error
         self._mapping = mmap.mmap(self._file.fileno(), self.size)
-        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def take(self, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> Region:
         """The next free place in the file, for a tensor of ``like``'s shape and order of dimensions, on pages of its own."""
         size = like.numel() * dtype.itemsize
         offset, self._taken = self._taken, self._taken + page_rounded(size)
         assert self._taken <= self.size, "the file was made too small"
-        flat = self._bytes[offset : offset + size].view(dtype)
+        # Each over a storage of its own: views of one would share its version, and a write to one be a write to all.
+        flat = (
+            torch.frombuffer(self._mapping, dtype=dtype, count=like.numel(), offset=offset)
+            if size
+            else torch.empty(0, dtype=dtype)
+        )
         strides = torch.empty_like(like, device="meta").stride()  # without gaps
         return Region(self, offset, name, key, flat.as_strided(like.shape, strides))
 
@@ -103,7 +108,7 @@ class Region:
     """One tensor in the file: a parameter, or a moment of one.
 
     ``tensor`` is mapped: reading it reads the disk. What is written to it from outside (a checkpoint that is loaded) is
-    seen by its version, and then taken as it is.
+    seen by its version, and then taken as it is: at the end of a load, or where the program wrote it, at the next use.
     """
 
     def __init__(self, file: TierFile, offset: int, name: str, key: str, tensor: torch.Tensor) -> None:
@@ -113,10 +118,15 @@ class Region:
         self.tensor = tensor
         self.bytes = tensor.numel() * tensor.element_size()
         self._offset = offset
-        self._sums: dict[tuple[int, int], int] = {}  # (start, end) in elements → checksum
+        self._spans: list[tuple[int, int]] = []  # (start, end) in elements: what is read and written at once
+        self._sums: dict[tuple[int, int], int] = {}  # of spans that were written
         self._watched: list[Any] = [tensor]
         self._version = self._versions()
         self._lock = threading.Lock()
+
+    def cut(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Where it is cut from now on; what is there already is to be trusted anew."""
+        self._spans = list(spans)
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Another tensor over the same memory, whose changes are the program's own."""
@@ -161,18 +171,17 @@ class Region:
         with self._lock:
             self._sums[start, end] = found
 
-    def fill(self, values: torch.Tensor, spans: list[tuple[int, int]]) -> None:
+    def fill(self, values: torch.Tensor) -> None:
         """Take a whole tensor in, of the region's shape, as what is right from now on."""
         with torch.no_grad():
             self.tensor.copy_(values)
-        self.trust(spans)
+        self.trust()
 
-    def trust(self, spans: list[tuple[int, int]] | None = None) -> None:
-        """What is in the file is right, as the program wrote it: its checksums are taken anew."""
-        spans = list(self._sums) if spans is None else spans
+    def trust(self) -> None:
+        """What is in the file is right, as the program wrote it: the checksums of its spans are taken anew."""
         flat = self.tensor.as_strided((self.tensor.numel(),), (1,)).view(torch.uint8)
         size = self.tensor.element_size()
-        self._sums = {(a, b): checksum_of(flat[a * size : b * size]) for a, b in spans}
+        self._sums = {(a, b): checksum_of(flat[a * size : b * size]) for a, b in self._spans}
         self._version = self._versions()
 
     def notice(self) -> None:

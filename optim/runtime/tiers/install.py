@@ -101,7 +101,8 @@ class Tiers(Planning):
             if slot.tier == "nvme":
                 assert self._file is not None
                 slot.parameter = self._file.take(slot.name, "master", values, values.dtype)
-                slot.parameter.fill(values.detach(), [(0, values.numel())])
+                slot.parameter.cut([(0, values.numel())])
+                slot.parameter.fill(values.detach())
                 _put(slot.held, slot.parameter.tensor)
                 slot.parameter.watch(slot.held)
             elif values.device.type != "cpu":
@@ -110,7 +111,7 @@ class Tiers(Planning):
     def _move_state(self, slot: Slot) -> None:
         """What the optimizer has already, onto its tier."""
         if slot.parameter is not None:
-            slot.parameter.trust(self.step.spans_of(slot))
+            slot.parameter.trust()
         state = self._assembly.optimizer.state.get(slot.held)
         if not state or slot.tier == "device":
             return
@@ -126,9 +127,11 @@ class Tiers(Planning):
         assembly.home_of = self.step.home_of
         assembly.resident_bytes = lambda: self.plan.of("device")
         assembly.settle.append(self.step.settle)
+        assembly.filled.append(self.step.filled)
         assembly.closers.append(self._close)
         if self._parameters is not None:
             assembly.settle.append(self._parameters.settle)
+            assembly.filled.append(self._parameters.filled)
             assembly.collect.insert(0, self._parameters.release_all)
             assembly.collect.insert(1, self._faults.agree)
             assembly.discard.append(self._parameters.release_all)

@@ -73,6 +73,9 @@ class TiledStep:
         for tile in self._tiles:
             for span in tile:
                 self._spans[span.slot].append((span.start, span.end))
+        for slot, spans in zip(self.slots, self._spans, strict=True):
+            for region in regions_of(slot):
+                region.cut(spans)
         self._copied: list[Any] = []
         self._overlap = overlap
         uses_disk = any(slot.regions or slot.parameter for slot in self.slots)
@@ -127,6 +130,12 @@ class TiledStep:
         except DamagedTier as error:
             self._faults.report(error)
         self._faults.agree()
+
+    def filled(self) -> None:
+        """A checkpoint has filled what is on disk: from now on that is compared, before any step."""
+        for slot in self.slots:
+            for region in regions_of(slot):
+                region.notice()
 
     def home_of(self, held: torch.Tensor, key: str) -> torch.Tensor | None:
         """Where this state of what the optimizer holds lies, for who fills it anew; ``None``: on the parameter's device."""
@@ -200,7 +209,7 @@ class TiledStep:
             region = slot.regions.get(key)
             if region is not None:
                 if value.data_ptr() != region.tensor.data_ptr():
-                    region.fill(value, self.spans_of(slot))
+                    region.fill(value)
                     live.state[key] = region.tensor
                 region.notice()
             elif slot.divisible and (
@@ -223,15 +232,11 @@ class TiledStep:
             tiles += [tuple(Span(chosen[span.slot], span.start, span.end) for span in tile) for tile in cut]
         return tiles
 
-    def spans_of(self, slot: Slot) -> list[tuple[int, int]]:
-        """Where it is cut, in elements."""
-        return self._spans[next(index for index, each in enumerate(self.slots) if each is slot)]
-
     def place(self, slot: Slot, key: str, value: torch.Tensor) -> torch.Tensor:
         """Existing state on its tier from now on; what stands for it."""
         region = slot.regions.get(key)
         if region is not None:
-            region.fill(value, self.spans_of(slot))
+            region.fill(value)
             return region.tensor
         return self._home(slot, local(slot.held), key, value.dtype).copy_(value)
 
