@@ -95,8 +95,9 @@ class Failing:
         if stage == UPDATING:
             lost = not refused
         else:
-            together = self.config.zero.stage >= 2 or self._assembly.pipeline is not None
-            lost = not alone and (stage == EXCHANGING or (stage == RUNNING and together))
+            lost = not alone and (
+                stage == EXCHANGING or (stage == RUNNING and self._facts.layout.meets_in_forward)
+            )
         if lost:
             said = str(error).partition("\n")[0]
             self._broken = (

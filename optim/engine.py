@@ -407,10 +407,12 @@ class Engine(Staged, Persistent, Failing):
         """Forward and backward of a micro-batch whose memory is measured; what it leaves is undone by who measures."""
         # Gradients that FSDP2 keeps unreduced could not be undone.
         self._synchronise(self.config.zero.stage >= 2 or self._facts.layout.is_hybrid)
+        self._stage = RUNNING
         loss = weighed(self._forward(piece), 1.0, piece)[0]
         require_loss(loss)
         with self._update.contexts():
             loss.backward()  # type: ignore[no-untyped-call]
+        self._stage = IDLE
 
     # --- parts ---------------------------------------------------------------------------------
 

@@ -17,12 +17,24 @@ from typing import Any
 from trine.optim.config import Config
 from trine.record.errors import UsageError
 
-__all__ = ["DATA_DIMENSIONS", "DIMENSIONS", "Layout", "arranged", "degrees", "fitting", "layout_of"]
+__all__ = [
+    "DATA_DIMENSIONS",
+    "DIMENSIONS",
+    "IN_MODULES",
+    "Layout",
+    "arranged",
+    "degrees",
+    "fitting",
+    "layout_of",
+]
 
 #: From the outermost to the innermost.
 DIMENSIONS = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 #: Those whose ranks see different batches.
 DATA_DIMENSIONS = ("replicate", "shard", "expert")
+#: Those whose ranks exchange within the model's modules, in every forward and backward. Ranks of a pipeline do so between
+#: them; replicas and shards after backward, unless parameters are gathered (``Layout.gathers``).
+IN_MODULES = ("expert", "context", "tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,8 @@ class Layout:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    #: Whether each module's parameters are gathered from other data-parallel ranks when it is called: ZeRO 2 and 3.
+    gathers: bool = False
 
     def size(self, *dimensions: str) -> int:
         """Ranks along these dimensions together."""
@@ -74,6 +88,21 @@ class Layout:
     def is_hybrid(self) -> bool:
         """Whether there is more than data parallelism and sharding."""
         return self.size("pipeline", "expert", "context", "tensor") > 1
+
+    @property
+    def meets_in_modules(self) -> bool:
+        """Whether ranks wait for each other inside of modules: all must call the same ones equally often."""
+        return self.gathers or self.size(*IN_MODULES) > 1
+
+    @property
+    def meets_in_forward(self) -> bool:
+        """Whether ranks wait for each other before the gradients' exchange: none can leave a forward, or repeat it, alone."""
+        return self.meets_in_modules or self.pipeline > 1
+
+    @property
+    def meets_over_batches(self) -> bool:
+        """Whether ranks with different batches do, which may be cut into different numbers of micro-batches."""
+        return self.gathers or self.expert > 1
 
     def hybrid_key(self) -> str:
         """The key that makes it hybrid, for refusals."""
@@ -136,7 +165,8 @@ def arranged(config: Config, rank: int, ranks: int) -> Layout:
                 f"parallel.data = {parallel.data} × {spelled} must make the {ranks} ranks: write "
                 f'parallel.data = {rest} or "auto"'
             )
-    return Layout(rank=rank, replicate=replicas, shard=shards, **kinds)
+    gathers = config.zero.stage >= 2 and rest > 1
+    return Layout(rank=rank, replicate=replicas, shard=shards, gathers=gathers, **kinds)
 
 
 def _plain(config: Config, rank: int, ranks: int) -> Layout:
@@ -146,7 +176,9 @@ def _plain(config: Config, rank: int, ranks: int) -> Layout:
             replicas, shards = degrees(config, ranks)
         except UsageError:
             replicas, shards = ranks, 1
-        return Layout(rank=rank, replicate=replicas, shard=shards)
+        return Layout(
+            rank=rank, replicate=replicas, shard=shards, gathers=config.zero.stage >= 2 and ranks > 1
+        )
     return Layout(rank=rank, replicate=ranks)
 
 

@@ -26,7 +26,7 @@ from trine.record.errors import UsageError
 from trine.record.events import emit
 
 if TYPE_CHECKING:
-    from trine.optim.techniques._assembly import Assembly
+    from trine.optim.techniques._assembly import Assembly, Facts
     from trine.optim.techniques.accumulation import Plan
 
 __all__ = ["FittedMicroBatches", "MicroBatches"]
@@ -41,11 +41,10 @@ _ROUNDS = 4
 class MicroBatches:
     """Cuts a step's samples into micro-batches of one size, the last with what is left."""
 
-    def __init__(self, plan: Plan, keeps_count: bool) -> None:
-        """``keeps_count``: ranks communicate in every forward (sharded), so all must run equally many, always."""
+    def __init__(self, plan: Plan, facts: Facts) -> None:
         self.plan = plan
         self.size = plan.micro
-        self._keeps_count = keeps_count
+        self._facts = facts
         self._usual: int | None = plan.share  # samples of a whole step
         self._regroups = False
 
@@ -80,13 +79,26 @@ class MicroBatches:
             batch = joined(batch.parts, self.plan.key)
         if size is None:
             return [batch]
-        if not self._keeps_count:
+        if not self._facts.layout.meets_over_batches:
             return pieces_of_size(batch, size, self.plan.key)
+        # All must run equally many, always: as many as the largest of the first batches has.
         found = size_of(batch) or 0
-        self._usual = self._usual or found
+        self._usual = self._usual or self._largest(found)
         if found == self._usual:
             return pieces_of_size(batch, size, self.plan.key)
         return pieces_of(batch, math.ceil(self._usual / size), f"micro-batches of {self.plan.key}")
+
+    def _largest(self, value: int) -> int:
+        """Of the ranks' values."""
+        return -self._least(-value)
+
+    def _least(self, value: int) -> int:
+        """Of the ranks' values."""
+        if self._facts.ranks == 1:
+            return value
+        held = torch.tensor(value, device=self._facts.device)
+        distributed.all_reduce(held, op=distributed.ReduceOp.MIN)
+        return int(held)
 
     def admit(self, arguments: Any) -> int:
         """Loops with their own body bring micro-batches: check that they are of the stated size, and say how large.
@@ -115,10 +127,9 @@ class FittedMicroBatches(MicroBatches):
     The samples of a step are the same throughout.
     """
 
-    def __init__(self, assembly: Assembly, plan: Plan, keeps_count: bool) -> None:
-        super().__init__(plan, keeps_count)
+    def __init__(self, assembly: Assembly, plan: Plan) -> None:
+        super().__init__(plan, assembly.facts)
         self._assembly = assembly
-        self._facts = assembly.facts
         self._points: dict[int, int] = {}  # samples → measured bytes
         self._steps = 0
         self._ceiling: int | None = None  # a size that was too large once is not tried again
@@ -162,16 +173,16 @@ class FittedMicroBatches(MicroBatches):
 
     def _pick(self, batch: Any, probe: Callable[[Any], None]) -> None:
         """Choose the size. All ranks measure the same sizes in the same order, and take what fits on each of them."""
-        most = self._agreed(size_of(batch) or 1)
+        most = self._least(size_of(batch) or 1)
         if self.size is None:
             small = max(1, min(2, most // 2))  # batch norm takes no single sample
             for samples in sorted({small, min(2 * small, most)}):
                 self._measure(batch, samples, probe)
         else:
-            self.size = self._agreed(self.size)
+            self.size = self._least(self.size)
         capacity = self._capacity()
         chosen = self._search(batch, capacity, most, probe)
-        if self.size is not None and chosen <= self.size and self._agreed(int(self._still_fits(capacity))):
+        if self.size is not None and chosen <= self.size and self._least(int(self._still_fits(capacity))):
             return
         if chosen == 0:
             raise UsageError(
@@ -188,14 +199,14 @@ class FittedMicroBatches(MicroBatches):
     def _search(self, batch: Any, capacity: float, most: int, probe: Callable[[Any], None]) -> int:
         """The largest size that was measured to fit; one below the present size needs no measurement."""
         for _ in range(_ROUNDS):
-            wanted = self._agreed(self._wanted(capacity, most))
+            wanted = self._least(self._wanted(capacity, most))
             if wanted == 0 or wanted in self._points:
                 break
             if self.size is not None and wanted <= self.size:
                 return wanted
             self._measure(batch, wanted, probe)
         fitting = [samples for samples, needed in self._points.items() if needed <= capacity]
-        return self._agreed(max(fitting, default=0))
+        return self._least(max(fitting, default=0))
 
     def _line(self) -> Line:
         usable = [(samples, needed) for samples, needed in self._points.items() if needed < _TOO_MUCH]
@@ -207,15 +218,17 @@ class FittedMicroBatches(MicroBatches):
 
     def _measure(self, batch: Any, samples: int, probe: Callable[[Any], None]) -> None:
         piece = pieces_of_size(batch, samples, self.plan.key)[0]
-        failed = False
+        failed = ""
         with untouched(self._assembly.model, self._held(), self._facts.device) as changed:
             try:
                 needed = measured_bytes(self._facts.device, lambda: probe(piece))
-            except torch.OutOfMemoryError:
-                failed = True
+            except torch.OutOfMemoryError as error:
+                failed = str(error).partition("\n")[0] or "no reason given"
         known = {id(buffer) for buffer in self._changing}
         self._changing += [buffer for buffer in changed if id(buffer) not in known]
         if failed:
+            if self._facts.layout.meets_in_forward:
+                raise self._too_late(failed, samples)
             needed = _TOO_MUCH
             self._ceiling = max(0, min(self._ceiling or samples, samples - 1))
             if self._facts.device_type == "cuda":
@@ -243,7 +256,9 @@ class FittedMicroBatches(MicroBatches):
         elsewhere = assembly.config.offload.optimizer != "none"
         if not states and not elsewhere:  # it comes with the first update: two moments, as Adam keeps them
             capacity -= 2 * bytes_of(held)
-        if self._keeps_count:  # gradients that are not reduced yet are whole on every rank
+        if (
+            assembly.config.zero.stage >= 2 and self._facts.ranks > 1
+        ):  # gradients that are not reduced yet are whole on every rank
             capacity -= sum(p.numel() * p.element_size() for p in assembly.model.parameters())
         return capacity
 
@@ -266,14 +281,6 @@ class FittedMicroBatches(MicroBatches):
         if self._facts.rank == 0:
             logger.info("%s", effect)
 
-    def _agreed(self, value: int) -> int:
-        """The least of the ranks' values."""
-        if self._facts.ranks == 1:
-            return value
-        held = torch.tensor(value, device=self._facts.device)
-        distributed.all_reduce(held, op=distributed.ReduceOp.MIN)
-        return int(held)
-
     # --- running out ---------------------------------------------------------------------------
 
     def _remember(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -291,12 +298,8 @@ class FittedMicroBatches(MicroBatches):
 
     def _shrink(self, failed: str, size: int) -> None:
         self.out_of_memory += 1
-        if self._keeps_count or (self._facts.ranks > 1 and self._changing):
-            raise UsageError(
-                f"out of memory with micro-batches of {size} ({failed}): with "
-                f"{'sharded parameters' if self._keeps_count else 'buffers that ranks share'} the other ranks cannot be "
-                f"told, so start again with accumulation.micro_batch = {max(1, size // 2)}"
-            )
+        if self._facts.layout.meets_in_forward or (self._facts.ranks > 1 and self._changing):
+            raise self._too_late(failed, size)
         if size <= 1:
             raise UsageError(
                 f"one sample alone does not fit ({failed}): use activation checkpointing (checkpointing.mode), a lower "
@@ -311,6 +314,17 @@ class FittedMicroBatches(MicroBatches):
             size,
             self.size,
             failed,
+        )
+
+    def _too_late(self, failed: str, size: int) -> UsageError:
+        """Other ranks wait inside of the forward that this one left."""
+        layout = self._facts.layout
+        shared = "sharded parameters" if layout.gathers else "buffers that ranks share"
+        if layout.is_hybrid:
+            shared = layout.hybrid_key()
+        return UsageError(
+            f"out of memory with micro-batches of {size} ({failed}): with {shared} the other ranks cannot be told, so start "
+            f"again with accumulation.micro_batch = {max(1, size // 2)}"
         )
 
 

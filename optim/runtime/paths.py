@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trine.optim.layout import IN_MODULES
 from trine.optim.runtime.adoption import plain_name
 from trine.optim.runtime.lost_ranks import is_of_a_group
 from trine.optim.runtime.path_store import END, PathStore, Place
@@ -39,8 +40,6 @@ logger = logging.getLogger("trine")
 
 #: Forwards that a rank remembers for others that are behind: on a device the host runs ahead.
 _REMEMBERED = 64
-#: Dimensions of a mesh over which modules communicate in their forward.
-_IN_FORWARD = {"tensor", "expert", "context"}
 
 
 def watch_paths(assembly: Assembly) -> None:
@@ -338,9 +337,9 @@ def _ordered_units(assembly: Assembly) -> dict[nn.Module, str]:
 def _communicates(module: nn.Module) -> bool:
     for parameter in module.parameters(recurse=False):
         mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and _IN_FORWARD & {
-            part for name in mesh.mesh_dim_names or () for part in name.split("_")
-        }:
+        if mesh is not None and any(
+            part in IN_MODULES for name in mesh.mesh_dim_names or () for part in name.split("_")
+        ):
             return True
     return False
 

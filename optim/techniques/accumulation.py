@@ -159,16 +159,15 @@ def tolerance(config: Config) -> Tolerance | None:
 def _apply_plan(assembly: Assembly, plan: Plan) -> None:
     from trine.optim.runtime.micro_batches import FittedMicroBatches, MicroBatches
 
-    keeps_count = assembly.config.zero.stage >= 2 and assembly.facts.ranks > 1
     if plan.automatic:
-        fitted = FittedMicroBatches(assembly, plan, keeps_count)
+        fitted = FittedMicroBatches(assembly, plan)
         assembly.fitting = fitted
         assembly.metrics["accumulation/micro_batch"] = lambda: fitted.size
         assembly.metrics["accumulation/steps"] = lambda: fitted.pieces
         assembly.metrics["accumulation/out_of_memory"] = lambda: fitted.out_of_memory
         batches: MicroBatches = fitted
     else:
-        batches = MicroBatches(plan, keeps_count)
+        batches = MicroBatches(plan, assembly.facts)
         assembly.cut = batches.cut
     assembly.admit = _admission(assembly, batches)
     assembly.accumulation = plan.steps or 1
