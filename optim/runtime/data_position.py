@@ -2,19 +2,21 @@
 
 A resumed run's first ``engine.steps(loader)`` begins behind the batches that were trained on, in the order that the pass
 had: random streams and a sampler's epoch are set as they were when it began, and the batches are left out by their
-indices, unread, where the loader is PyTorch's DataLoader over a dataset with indices; else they are read and dropped. A
-loader that keeps its own state (``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader) is asked for it.
+indices, unread, where the loader is PyTorch's DataLoader over a dataset with indices; else they are read and dropped. On
+other ranks batches begin at the sample behind those, where PyTorch's own BatchSampler makes them; else whole batches are
+left out, and how many samples that leaves out or repeats is said. A loader that keeps its own state (``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader) is asked for it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trine.optim._inputs import length_of
 from trine.optim.batches import size_of
@@ -41,6 +43,8 @@ class DataPosition:
         self.batches = 0
         #: Samples in them; ``None`` where a batch does not say how many it holds.
         self.samples: int | None = 0
+        #: (samples, batches) of this pass where batches begin that do not begin there in a whole pass.
+        self._cut: tuple[int, int] | None = None
         self._begun = False
         self._loader: Any = None  # that keeps its own state
         self._generators: list[torch.Generator] = []
@@ -56,7 +60,7 @@ class DataPosition:
         if resumed is None:
             if self._begun:  # the one before was left early
                 self.epoch += 1
-            self.batches, self.samples = 0, 0
+            self.batches, self.samples, self._cut = 0, 0, None
         self._begun = True
         self._sampler = _with_epoch(given)
         self._generators = _generators_of(given)
@@ -65,8 +69,7 @@ class DataPosition:
         if resumed is None:
             self._start = self._streams()
             return iter(loader), left
-        iterator = self._goes_on(loader, resumed)
-        return iterator, None if left is None else max(0, left - self.batches)
+        return self._goes_on(loader, resumed, left)
 
     def passed(self, samples: int | None) -> None:
         """A batch is done with."""
@@ -76,7 +79,7 @@ class DataPosition:
     def ended(self) -> None:
         """The loader has no further batch."""
         self.epoch += 1
-        self.batches, self.samples = 0, 0
+        self.batches, self.samples, self._cut = 0, 0, None
         self._begun = False
 
     # --- checkpoints ---------------------------------------------------------------------------
@@ -95,6 +98,7 @@ class DataPosition:
             "samples": samples,
             "data_ranks": self._data_ranks,
             "start": self._start,
+            "cut": self._cut,
         }
         if self._loader is not None:
             if waits:
@@ -110,7 +114,8 @@ class DataPosition:
         self._begun = False
         self.epoch = int(state.get("epoch", 0))
         self.batches, self.samples = int(state.get("batches", 0)), state.get("samples", 0)
-        self._resumed = state if self.batches else None
+        self._cut = state.get("cut")
+        self._resumed = state if self.batches or self.samples else None
 
     # --- going on ------------------------------------------------------------------------------
 
@@ -121,7 +126,9 @@ class DataPosition:
             "epoch": getattr(self._sampler, "epoch", None),
         }
 
-    def _goes_on(self, loader: Iterable[Any], state: Mapping[str, Any]) -> Iterator[Any]:
+    def _goes_on(
+        self, loader: Iterable[Any], state: Mapping[str, Any], left: int | None
+    ) -> tuple[Iterator[Any], int | None]:
         start = state["start"]
         self._start = dict(start)
         if self._sampler is not None and start["epoch"] is not None:
@@ -130,50 +137,90 @@ class DataPosition:
             logger.info("data goes on behind %d batches of epoch %d", self.batches, self.epoch)
         if self._loader is not None and "loader" in state and state["data_ranks"] == self._data_ranks:
             self._loader.load_state_dict(state["loader"])
-            return iter(self._loader)
-        enough = self._left_out(state)
+            return iter(self._loader), None if left is None else max(0, left - self.batches)
+        skip = self._skip(state)
         now = random_streams(_HOST)
         restore_random_streams(_HOST, start["random"])
         for generator, each in zip(self._generators, start["generators"], strict=False):
             generator.set_state(each)
         try:
             if type(loader) is DataLoader and _has_indices(loader):
-                batches = _Rest(loader, enough, self._generators)
-                iterator: Iterator[Any] = iter(remade(loader, batch_sampler=batches))
-                batches.settle()
-                self.batches, self.samples = batches.left_out
-                return iterator
-            iterator = iter(loader)
-            return self._read_behind(iterator, enough)
+                rest = _Rest(loader, skip, self._generators)
+                iterator: Iterator[Any] = iter(remade(loader, batch_sampler=rest))
+                rest.settle()
+                self._stands_behind(rest.passed, skip, state)
+                return iterator, None if left is None else len(rest)
+            iterator, passed = _behind(iter(loader), skip, lambda batch: size_of(batch) or 0)
+            self._stands_behind(passed, skip, state)
+            return iterator, None if left is None else max(0, left - self.batches)
         finally:
             restore_random_streams(_HOST, now)
 
-    def _left_out(self, state: Mapping[str, Any]) -> Callable[[int, int | None], bool]:
-        """Whether so many batches, of so many samples, are what was trained on. Of other ranks, samples count."""
+    def _skip(self, state: Mapping[str, Any]) -> _Skip:
+        """What was trained on, as it is to be passed over. Of other ranks, samples count."""
         before, wanted = int(state["data_ranks"]), state["samples"]
         if before == self._data_ranks:
-            batches = int(state["batches"])
-            return lambda count, samples: count >= batches
+            samples, batches = state.get("cut") or (0, 0)
+            return _Skip(samples, int(state["batches"]) - batches)
         if wanted is None:
             raise UsageError(
                 f"the checkpoint is of {before} ranks with data of their own, this run has {self._data_ranks}, and its "
                 "batches do not say how many samples they hold: skip them in the program, with engine.load(…, data=False)"
             )
-        share = int(wanted) * before // self._data_ranks
-        return lambda count, samples: samples is None or samples >= share
+        return _Skip(int(wanted) * before // self._data_ranks, 0)
 
-    def _read_behind(
-        self, iterator: Iterator[Any], enough: Callable[[int, int | None], bool]
-    ) -> Iterator[Any]:
-        """Read what was trained on, and one more: what draws random numbers for its order has drawn them then."""
-        count, samples = 0, 0
-        for batch in iterator:
-            if enough(count, samples):
-                self.batches, self.samples = count, samples
-                return chain([batch], iterator)
-            count, samples = count + 1, samples + (size_of(batch) or 0)
-        self.batches, self.samples = count, samples
-        return iter(())
+    def _stands_behind(self, passed: _Passed, skip: _Skip, state: Mapping[str, Any]) -> None:
+        self.batches, self.samples = passed.batches, passed.samples
+        self._cut = passed.cut if skip.samples else None
+        before = int(state["data_ranks"])
+        if before == self._data_ranks or passed.ended or not self._tells:
+            return
+        more = passed.cut[0] * self._data_ranks - int(state["samples"]) * before
+        if more:
+            logger.warning(
+                "the checkpoint is of %d ranks with data of their own and this run has %d, whose batches do not begin where "
+                "those ended: %d samples of epoch %d are %s",
+                before,
+                self._data_ranks,
+                abs(more),
+                self.epoch,
+                "left out" if more > 0 else "trained on again",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Skip:
+    """What a pass begins behind: so many samples of this rank, then so many batches."""
+
+    samples: int
+    batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """What was passed over, and whether nothing is left; ``cut``: (samples, batches) before :attr:`_Skip.batches`."""
+
+    batches: int
+    samples: int
+    cut: tuple[int, int]
+    ended: bool
+
+
+def _behind(
+    batches: Iterator[Any], skip: _Skip, size: Callable[[Any], int], cut: tuple[int, int] | None = None
+) -> tuple[Iterator[Any], _Passed]:
+    """What is left, and what was passed over: in whole batches from the first, or from ``cut``.
+
+    One more is read: what draws random numbers for its order has drawn them then.
+    """
+    samples, count = cut or (0, 0)
+    for batch in batches:
+        if cut is None and samples >= skip.samples:
+            cut = samples, count
+        if cut is not None and count - cut[1] >= skip.batches:
+            return chain([batch], batches), _Passed(count, samples, cut, False)
+        samples, count = samples + size(batch), count + 1
+    return iter(()), _Passed(count, samples, cut or (samples, count), True)
 
 
 class _Rest:
@@ -187,20 +234,29 @@ class _Rest:
     def __init__(
         self,
         loader: DataLoader[Any],
-        enough: Callable[[int, int | None], bool],
+        skip: _Skip,
         generators: list[torch.Generator],
     ) -> None:
         self._batches: Any = loader.batch_sampler
         self._loader = loader
-        self._enough = enough
+        self._skip = skip
         self._generators = generators
         self._behind: list[torch.Tensor] = []
         self._iterator: Iterator[Any] | None = None
-        #: Batches, and samples in them.
-        self.left_out = (0, 0)
+        self.passed = _Passed(0, 0, (0, 0), False)
 
     def __len__(self) -> int:
-        return max(0, len(self._batches) - self.left_out[0])
+        if not self._is_cut_anew:
+            return max(0, len(self._batches) - self.passed.batches)
+        samples, batches = self.passed.cut
+        size = self._batches.batch_size
+        left = len(self._batches.sampler) - samples + (0 if self._batches.drop_last else size - 1)
+        return max(0, int(left) // int(size) - (self.passed.batches - batches))
+
+    @property
+    def _is_cut_anew(self) -> bool:
+        """Whether the first batch begins behind so many samples, wherever a batch of the whole pass would."""
+        return self._skip.samples > 0 and type(self._batches) is BatchSampler
 
     def __iter__(self) -> Iterator[Any]:
         if self._iterator is None:
@@ -210,20 +266,18 @@ class _Rest:
     def _behind_them(self) -> Iterator[Any]:
         before = random_streams(_HOST), [each.get_state() for each in self._generators]
         torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        batches = iter(self._batches)
-        count = samples = 0
-        first: list[Any] = []
-        for batch in batches:
-            if self._enough(count, samples):
-                first.append(batch)
-                break
-            count, samples = count + 1, samples + len(batch)
-        self.left_out = (count, samples)
+        batches, cut = iter(self._batches), None
+        if self._is_cut_anew:
+            indices = iter(self._batches.sampler)
+            samples = sum(1 for _ in islice(indices, self._skip.samples))
+            cut = samples, samples // self._batches.batch_size
+            batches = iter(BatchSampler(indices, self._batches.batch_size, self._batches.drop_last))
+        rest, self.passed = _behind(batches, self._skip, len, cut)
         self._behind = [each.get_state() for each in self._generators]
         restore_random_streams(_HOST, before[0])
         for generator, state in zip(self._generators, before[1], strict=True):
             generator.set_state(state)
-        return chain(first, batches)
+        return rest
 
     def settle(self) -> None:
         """Generators stand where the order and the seed have been drawn from them."""

@@ -17,7 +17,7 @@ from trine.record.errors import UsageError
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from trine.optim.runtime.data_position import DataPosition
@@ -178,33 +178,118 @@ def test_a_pass_that_was_left_early_is_over_in_the_same_run() -> None:
     assert (position.epoch, position.batches) == (1, 1)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 4), (2, 2)])
-def test_other_ranks_share_what_is_left(before: int, after: int) -> None:
-    """Of an epoch of 48 samples, 16 were trained on; the rest is given once, to whomever there is."""
+class Whole(BatchSampler):
+    """A batch sampler of the program's own, whose batches mean something to it."""
 
-    def shares(ranks: int, states: list[Any] | None, steps: int | None) -> tuple[list[list[int]], list[Any]]:
-        found, kept = [], []
-        for rank in range(ranks):
-            sampler = DistributedSampler(Numbers(48), ranks, rank, shuffle=True, seed=3)
-            position = DataPosition(ranks, False)
-            if states is not None:
-                position.load(states[rank % len(states)])
-            loader = DataLoader(Numbers(48), 8 // ranks, sampler=sampler)
-            iterator, _ = position.begin(loader, loader)
-            seen: list[int] = []
-            for batch in iterator:
-                seen += batch.flatten().tolist()
-                position.passed(len(batch))
-                if position.batches == steps:
-                    break
-            found.append(seen)
-            kept.append(position.state(-1, False))
-        return found, kept
 
-    first, states = shares(before, None, 2)
-    rest, _ = shares(after, states, None)
-    trained, left = [sorted(index for share in shares for index in share) for shares in (first, rest)]
-    assert len(trained) == 16 and sorted(trained + left) == list(range(48))
+def shares(
+    ranks: int,
+    size: int,
+    states: list[Any] | None = None,
+    steps: int | None = None,
+    kind: Callable[..., Any] = BatchSampler,
+    count: int = 48,
+    drop_last: bool = False,
+) -> tuple[list[list[int]], list[Any]]:
+    """What each of so many ranks sees of an epoch, in batches of ``size``, and where it stands after so many of them."""
+    found, kept = [], []
+    for rank in range(ranks):
+        sampler = DistributedSampler(Numbers(count), ranks, rank, shuffle=True, seed=3)
+        position = DataPosition(ranks, rank == 0)
+        if states is not None:
+            position.load(pickle.loads(pickle.dumps(states[rank % len(states)])))
+        batches = (BatchSampler if kind is list else kind)(sampler, size, drop_last)
+        loader: Any = DataLoader(Numbers(count), batch_sampler=batches)
+        if kind is list:
+            loader = list(loader)
+        iterator, left = position.begin(loader, loader)
+        seen: list[int] = []
+        given = 0
+        for batch in iterator if steps != 0 else ():
+            assert len(batch) == size or given + 1 == left
+            seen += batch.flatten().tolist()
+            position.passed(len(batch))
+            given += 1
+            if given == steps:
+                break
+        assert steps is not None or given == left
+        found.append(seen)
+        kept.append(position.state(-1, False))
+    return found, kept
+
+
+def together(*parts: list[list[int]]) -> list[int]:
+    return sorted(index for part in parts for share in part for index in share)
+
+
+@pytest.mark.parametrize(
+    ("before", "size", "steps", "after", "size_after"),
+    [
+        (4, 2, 2, 2, 4),
+        (2, 4, 2, 4, 2),
+        (1, 8, 2, 4, 2),
+        (2, 4, 2, 2, 4),
+        (2, 8, 1, 4, 8),  # behind half a batch
+        (2, 8, 2, 4, 8),
+        (4, 3, 1, 2, 4),
+        (2, 8, 1, 1, 7),
+        (1, 6, 2, 4, 4),
+    ],
+)
+def test_other_ranks_share_what_is_left(
+    before: int, size: int, steps: int, after: int, size_after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of an epoch of 48 samples some were trained on; the rest is given once, to whomever there is."""
+    first, states = shares(before, size, None, steps)
+    rest, _ = shares(after, size_after, states)
+    assert len(together(first)) == before * size * steps
+    assert together(first, rest) == list(range(48))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("kind", [BatchSampler, Whole, list])
+def test_a_run_that_begins_behind_half_a_batch_is_resumed_again(steps: int, kind: Any) -> None:
+    """On as many ranks it goes on with the next batch, on others the rest is shared anew."""
+    first, states = shares(2, 6, None, 1, kind)
+    through, _ = shares(4, 4, states, None, kind)
+    second, states = shares(4, 4, states, steps, kind)
+    same, _ = shares(4, 4, states, None, kind)
+    assert [a + b for a, b in zip(second, same, strict=True)] == through
+    if kind is BatchSampler:
+        others, _ = shares(2, 5, states)
+        assert together(first, second, same) == together(first, second, others) == list(range(48))
+
+
+def test_a_last_batch_that_is_not_whole_is_left_out_where_the_loader_does_so() -> None:
+    first, states = shares(2, 8, None, 1)
+    rest, _ = shares(4, 3, states, drop_last=True)  # 8 a rank are left
+    assert [len(share) for share in rest] == [6] * 4 and len(set(together(first, rest))) == 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "size", "after", "size_after", "words"),
+    [
+        (Whole, 2, 8, 4, 8, "16 samples of epoch 0 are left out"),
+        (list, 2, 8, 4, 8, "16 samples of epoch 0 are left out"),
+        (BatchSampler, 3, 2, 4, 2, "2 samples of epoch 0 are trained on again"),  # 6 do not divide by 4
+        (Whole, 2, 8, 4, 4, ""),
+    ],
+)
+def test_samples_that_cannot_be_shared_exactly_are_told(
+    kind: Any,
+    before: int,
+    size: int,
+    after: int,
+    size_after: int,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, states = shares(before, size, None, 1, kind)
+    shares(after, size_after, states, None, kind)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == bool(words)  # on one rank
+    assert all(words in each and "\n" not in each and f"of {before} ranks" in each for each in said)
 
 
 def test_batches_that_do_not_say_their_samples_cannot_be_shared_anew() -> None:
