@@ -182,6 +182,7 @@ class Conditions:
     message_overlap: Column
     gradient_bytes: Column
     whole_sums: Column
+    replica_masters: Column
     operators: Column
 
     @classmethod
@@ -208,6 +209,7 @@ class Conditions:
             "network": 0,
             "operators": OPERATORS.index(stack.operators),
             "whole_sums": memory_traits(stack).sums_whole_gradients,
+            "replica_masters": memory_traits(stack).replica_masters,
             "attention_gain": stack.attention_gain if cluster.device.family in _NEWER else 1.0,
             "node": cluster.devices_per_node,
             **{name: getattr(device, name) for name in _OF_DEVICE},

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from trine.optim.plan.columns import Conditions, Sizes
-from trine.optim.plan.layouts import COMPRESSIONS, Layouts
+from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.operators import repeated_share
 from trine.optim.plan.ranks import place_elements, places_of, stays_gathered, sums_whole
 from trine.optim.plan.traffic import reductions
-from trine.optim.plan.waits import WIRE_BYTES
+from trine.optim.plan.waits import wire_bytes
 
 __all__ = ["Carried", "carried_by"]
 
@@ -40,7 +40,7 @@ def carried_by(sizes: Sizes, conditions: Conditions, one: Layouts) -> Carried:
     element = 4.0 if one.is_kind("precision", "fp32", "tf32")[0] else 2.0
     output = one["micro_batch"] * sizes.sequence / one["context"] * sizes.hidden * element
     weights = _chunk_elements(sizes, conditions, one)
-    wire = _gradient_bytes(conditions, one)
+    wire = float(wire_bytes(conditions, one)[0])
     sharded = bool(one["zero_stage"][0] == 3)
     once = bool(stays_gathered(one)[0])
     share = 1 / float(one["microbatches"][0]) if once else 1.0
@@ -88,14 +88,3 @@ def _chunk_elements(sizes: Sizes, conditions: Conditions, one: Layouts) -> tuple
     """A chunk's weights on the first, a middle and the last rank."""
     shared, experts = place_elements(sizes, conditions.expert_tensor, one, places_of(sizes, one))
     return tuple(float(each) / int(one["chunks"][0]) for each in (shared + experts)[:, 0])
-
-
-def _gradient_bytes(conditions: Conditions, one: Layouts) -> float:
-    """Of an element on the wire: as the software sums it, or less where it is compressed."""
-    if one.is_kind("precision", "fp32", "tf32")[0]:
-        wide = 4.0
-    else:
-        wide = float(conditions.gradient_bytes[0])
-        wide = min(wide, 2.0) if one.is_kind("precision", "fp16")[0] else wide
-    sent = WIRE_BYTES[COMPRESSIONS[int(one["compression"][0])]]
-    return wide if sent is None else min(wide, sent)

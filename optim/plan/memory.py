@@ -29,7 +29,7 @@ from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.memory_activations import layer_bytes, logit_bytes, tokens_of
 from trine.optim.plan.memory_state import State, state_of
 from trine.optim.plan.memory_traits import MemoryTraits, memory_spread, memory_traits
-from trine.optim.plan.ranks import Places, places_of
+from trine.optim.plan.ranks import Places, in_replicas, places_of
 from trine.optim.plan.workload import Workload
 
 __all__ = ["CATEGORIES", "USABLE", "MemoryEstimate", "memory_of"]
@@ -168,7 +168,7 @@ def _moments(
         for values in (
             (early, activations, logits, state.head_gathers, beside),
             (early, activations, none, state.gathers, working + beside),
-            (state.summed, last, none, state.gathers, working + beside),
+            (state.ending, last, none, state.gathers, working + beside),
             (state.gradients, none, none, none, state.temporary),
         )
     )
@@ -268,7 +268,9 @@ def _buffers(workload: Workload, traits: MemoryTraits, layouts: Layouts, state: 
     several = layouts["data"] * layouts["context"] > 1
     bucket = np.where(layouts["bucket_bytes"] > 0, 2.0 * layouts["bucket_bytes"], traits.bucket_bytes)
     bucket = np.minimum(bucket, 4.0 * state.elements)
-    copies = np.where(layouts["zero_stage"] < 3, traits.gradient_copies, 0.0) * state.gradients
+    # FSDP2, by which software with masters in replicas alone averages elsewhere, has none.
+    copied = (layouts["zero_stage"] < 2) & (in_replicas(layouts) | (not traits.replica_masters))
+    copies = np.where(copied, traits.gradient_copies, 0.0) * state.gradients
     return np.where(several, np.where(copies > 0, copies, bucket), 0.0)
 
 

@@ -14,13 +14,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from trine.optim.plan.columns import Column, Sizes
 from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import Integers, Layouts
 from trine.optim.plan.memory_activations import element_bytes
 from trine.optim.plan.memory_traits import MemoryTraits
-from trine.optim.plan.ranks import Places, expert_replicas, place_elements, stays_gathered, sums_whole
+from trine.optim.plan.ranks import (
+    Places,
+    expert_replicas,
+    in_replicas,
+    place_elements,
+    stays_gathered,
+    sums_whole,
+)
 from trine.optim.plan.workload import Workload
 
 __all__ = ["State", "state_of"]
@@ -30,7 +38,7 @@ __all__ = ["State", "state_of"]
 class State:
     """Bytes of each place, arrays (3, layouts), on the device; ``hosted`` etc.: of a rank, elsewhere.
 
-    ``gradients``: what is held until the step; ``summed``: while micro-batches run, where that is more.
+    ``gradients``: what is held until the step; ``summed``: where that is more, between micro-batches; ``ending``: as one ends.
     ``gathers``: around a layer's backward; ``head_gathers``: around the loss's. ``temporary``: at the step.
     ``away``: bytes of a rank by tier (``cpu``, ``nvme``, ``remote``).
     """
@@ -38,6 +46,7 @@ class State:
     parameters: Column
     gradients: Column
     summed: Column
+    ending: Column
     optimizer: Column
     temporary: Column
     gathers: Column
@@ -84,7 +93,7 @@ def state_of(
     if frozen:
         weight = np.minimum(weight, element_bytes(layouts))
     sizes = {
-        "parameter_offload": elements.bytes_held(weight, 3),
+        "parameter_offload": _weights_held(traits, layouts, elements, weight),
         "gradients": trained * elements.bytes_held(gradient, 2),
         "optimizer_offload": trained * elements.bytes_held(optimizer, 1),
     }
@@ -92,15 +101,16 @@ def state_of(
     cached = np.where(fp8, traits.fp8_weight_bytes, 0.0) * elements.all
     gathers, head_gathers = _gathers(workload, stack, traits, layouts, places, elements.all, trained)
     away, parameters, optimizer_bytes, gradients = _offloaded(layouts, sizes)
-    # Sums of several micro-batches are 32-bit ones.
-    whole = trained * 4.0 * elements.all
-    step = trained * elements.bytes_held(np.where(stage > 0, traits.step_bytes, 0.0), 1)
+    summed, ending = (trained * each * elements.all for each in _summed(traits, layouts))
     return State(
         parameters=parameters + cached,
         gradients=gradients,
-        summed=np.where(sums_whole(layouts, traits.sums_whole_gradients), whole, gradients),
+        summed=np.maximum(gradients, summed),
+        ending=np.maximum(gradients, summed + ending),
         optimizer=optimizer_bytes,
-        temporary=np.where(layouts["optimizer_offload"] > 0, 0.0, step),
+        temporary=np.where(
+            layouts["optimizer_offload"] > 0, 0.0, trained * _at_step(traits, layouts, elements)
+        ),
         gathers=gathers,
         head_gathers=head_gathers,
         elements=elements.all,
@@ -119,15 +129,42 @@ def _element_bytes(traits: MemoryTraits, layouts: Layouts) -> tuple[Column, Colu
     """Of weights, gradients and optimizer state."""
     wide = element_bytes(layouts) == 4.0
     shorter = layouts.is_kind("precision", "fp16") | (layouts["zero_stage"] >= 2)
-    if not traits.masters:
-        four = np.full(len(layouts), 4.0)
-        return four, four, 2 * four
     gradient = np.where(shorter, traits.fp16_gradient_bytes, traits.bf16_gradient_bytes)
-    return (
-        np.where(wide, 4.0, 2.0),
-        np.where(wide, 4.0, gradient),
-        np.where(wide, 8.0, 12.0),
-    )
+    gradient = np.where(_replica_masters(traits, layouts), 2.0, gradient)
+    plain = wide | (not traits.masters and ~_replica_masters(traits, layouts))
+    return np.where(plain, 4.0, 2.0), np.where(plain, 4.0, gradient), np.where(plain, 8.0, 12.0)
+
+
+def _replica_masters(traits: MemoryTraits, layouts: Layouts) -> npt.NDArray[np.bool_]:
+    """Where whole weights in 16 bits have masters beside them in software that keeps 32-bit shards elsewhere."""
+    return np.asarray(traits.replica_masters & in_replicas(layouts) & (element_bytes(layouts) < 4.0))
+
+
+def _weights_held(traits: MemoryTraits, layouts: Layouts, elements: _Elements, weight: Column) -> Column:
+    """Software whose shards are the masters keeps them beside what ZeRO 2 leaves gathered from forward to backward."""
+    held = elements.bytes_held(weight, 3)
+    if traits.masters:
+        return held
+    gathered = np.minimum(element_bytes(layouts), weight) * elements.all
+    return np.where(layouts["zero_stage"] == 2, gathered + elements.bytes_held(weight, 2), held)
+
+
+def _summed(traits: MemoryTraits, layouts: Layouts) -> tuple[Column, Column]:
+    """Of an element's gradient while micro-batches run: a whole 32-bit sum; a micro-batch's own in 16 bits, if that is beside it.
+
+    Of two micro-batches the first one's are put back for the last, and so is a pipeline's only sum.
+    """
+    beside = _replica_masters(traits, layouts) & (layouts["pipeline"] == 1) & (layouts["microbatches"] > 2)
+    whole = sums_whole(layouts, traits.sums_whole_gradients) | beside
+    return np.where(whole, 4.0, 0.0), np.where(beside, 2.0, 0.0)
+
+
+def _at_step(traits: MemoryTraits, layouts: Layouts, elements: _Elements) -> Column:
+    """Beyond gradients: 32-bit ones of a rank's share, which take the place of whole 16-bit ones or lie beside them."""
+    stage = layouts["zero_stage"]
+    bytes_each = np.where(stage > 0, traits.step_bytes, 0.0)
+    own = np.where(stage > 0, 4.0, 4.0 - 2.0)
+    return elements.bytes_held(np.where(_replica_masters(traits, layouts), own, bytes_each), 1)
 
 
 def _layer_elements(workload: Workload, stack: Stack, layouts: Layouts) -> Column:

@@ -27,7 +27,8 @@ class MemoryTraits:
     moments have 4 each.
 
     ``masters``: weights are kept in 16 bits beside 32-bit masters; else they are 32-bit and cast where used.
-    ``bf16_gradient_bytes`` and ``fp16_gradient_bytes``: of all gradients that are held until the step
+    ``replica_masters``: that is so in replicas alone, whose gradients are then exchanged in 16 bits and summed in 32
+    over micro-batches (:func:`~trine.optim.plan.ranks.in_replicas`). ``bf16_gradient_bytes`` and ``fp16_gradient_bytes``: of all gradients that are held until the step
     (DeepSpeed's optimizer with 32-bit sums beside gradients in bf16 is for stages below 2: from there
     ``fp16_gradient_bytes`` counts). ``keeps_gradients``: they, or a pool of their own, stay from step to
     step; else backward makes them in what activations leave. ``sums_whole_gradients``: under ZeRO 2 and 3
@@ -57,6 +58,7 @@ class MemoryTraits:
     family: str
     stacks: tuple[str, ...] = ()
     masters: bool = True
+    replica_masters: bool = False
     bf16_gradient_bytes: float = 4.0
     fp16_gradient_bytes: float = 4.0
     keeps_gradients: bool = True

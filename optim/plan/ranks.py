@@ -22,6 +22,7 @@ __all__ = [
     "expert_replicas",
     "expert_stride",
     "first_elements",
+    "in_replicas",
     "place_elements",
     "places_of",
     "stays_gathered",
@@ -131,3 +132,11 @@ def sums_whole(layouts: Layouts, whole: Column | bool) -> npt.NDArray[np.bool_]:
     several = layouts["microbatches"] > 1
     once = (layouts["pipeline"] > 1) | (several & np.asarray(whole, dtype=np.bool_))
     return np.asarray((layouts["zero_stage"] >= 2) & once)
+
+
+def in_replicas(layouts: Layouts) -> npt.NDArray[np.bool_]:
+    """Where every rank has whole weights, or a stage of them alone: DistributedDataParallel's ranks, or none. FSDP2 has the others,
+    and holds them in 32 bits."""
+    data = layouts["data"] * layouts["context"]
+    cut = (layouts["tensor"] > 1) | (layouts["expert"] > 1) | (layouts["context"] > 1)
+    return np.asarray((layouts["zero_stage"] < 2) & ~cut & ((layouts["pipeline"] == 1) | (data == 1)))

@@ -26,13 +26,14 @@ from trine.optim.plan.ranks import (
     expert_replicas,
     expert_stride,
     first_elements,
+    in_replicas,
     stays_gathered,
     sums_whole,
 )
 
 Flags = npt.NDArray[np.bool_]
 
-__all__ = ["WIRE_BYTES", "Wait", "Waits", "waits_of"]
+__all__ = ["WIRE_BYTES", "Wait", "Waits", "waits_of", "wire_bytes"]
 
 #: Bytes of an element on the wire, by compression; None: the stack's own.
 WIRE_BYTES = {
@@ -199,10 +200,12 @@ def _near(conditions: Conditions, layouts: Layouts) -> Column:
     return np.maximum(conditions.node / layouts["tensor"], 1.0)
 
 
-def _wire_bytes(conditions: Conditions, layouts: Layouts) -> Column:
+def wire_bytes(conditions: Conditions, layouts: Layouts) -> Column:
+    """Of an element of the gradients: as the software sums it, or less where it is compressed."""
     # Sums in fp16 are scaled and stay fp16; bf16's lose too much and are made wider where the software cares.
     found = np.broadcast_to(conditions.gradient_bytes, layouts["data"].shape).astype(np.float64)
-    found = np.where(layouts.is_kind("precision", "fp16"), np.minimum(found, 2.0), found)
+    short = layouts.is_kind("precision", "fp16") | (in_replicas(layouts) & (conditions.replica_masters > 0))
+    found = np.where(short, np.minimum(found, 2.0), found)
     found = np.where(layouts.is_kind("precision", "fp32", "tf32"), 4.0, found)
     for code, name in enumerate(COMPRESSIONS):
         if (size := WIRE_BYTES[name]) is not None:
@@ -229,7 +232,7 @@ def _of_layers(
     table = sizes.embedding_parameters / layouts["tensor"]
     ranks = layouts.shard_ranks.astype(np.float64)
     near, near_experts = _near(conditions, layouts), _near_experts(conditions, layouts)
-    wide = _wire_bytes(conditions, layouts)
+    wide = wire_bytes(conditions, layouts)
     own = expert_replicas(ranks, conditions.expert_tensor, layouts)
     on = layouts["zero_stage"] == 3
     replicas = np.maximum(layouts["data"] * layouts["context"] / ranks, 1.0)
@@ -322,7 +325,7 @@ def _of_gradients(
     shared, experts = first_elements(sizes, conditions, layouts)
     ranks = (layouts["data"] * layouts["context"]).astype(np.float64)
     sharing = layouts.shard_ranks.astype(np.float64)
-    size = _wire_bytes(conditions, layouts)
+    size = wire_bytes(conditions, layouts)
     replicas = np.maximum(ranks / sharing, 1.0)
     synchronised = _Synchronisation(
         wire,

@@ -13,6 +13,7 @@ from trine.optim.plan.constants import Stack, stack_named
 from trine.optim.plan.drawn_bytes import carried_by
 from trine.optim.plan.memory import memory_of
 from trine.optim.plan.step import predict
+from trine.optim.plan.waits import wire_bytes
 from trine.optim.plan.workload import Workload
 
 OURS = stack_named("trine")
@@ -72,3 +73,31 @@ def test_a_drawn_micro_batch_has_its_part_of_the_one_reduction() -> None:
     )
     # Gathered again in 16 bits, reduced in 32.
     assert ours / each == pytest.approx((2 + 4 / 4) / (2 + 4))
+
+
+# --- masters --------------------------------------------------------------------------------------------------------------
+
+
+def test_our_replicas_are_of_sixteen_bits_beside_masters_and_shards_are_the_masters() -> None:
+    workload, where = llama(), cluster_of("dgx-h100", devices=64)
+    layouts = Layouts.of(data=64, zero_stage=[0, 1, 2, 3], recompute="full")
+    found = memory_of(workload, where, OURS, layouts)
+    each = [found.parts[name] / workload.parameters for name in ("parameters", "optimizer")]
+    assert each[0] == pytest.approx([2, 2, 2 + 4 / 64, 4 / 64])
+    assert each[1] == pytest.approx([12, 12 / 64, 8 / 64, 8 / 64])
+    # FSDP2 replicates what tensor ranks cut, in 32 bits.
+    cut = memory_of(workload, where, OURS, Layouts.of(data=8, tensor=8, recompute="full"))
+    assert of(cut, "parameters", "optimizer") * 8 == pytest.approx(12 * workload.parameters, rel=1e-3)
+
+
+def test_our_replicas_exchange_sixteen_bits_and_shards_thirty_two() -> None:
+    where = Conditions.of(cluster_of("dgx-h100", devices=64), OURS)
+    layouts = Layouts.of(data=[64, 64, 64, 8, 64], zero_stage=[0, 1, 2, 0, 0], tensor=[1, 1, 1, 8, 1])
+    assert list(wire_bytes(where, layouts)) == [2, 2, 4, 4, 2]
+    assert list(wire_bytes(where, Layouts.of(data=64, precision="fp32"))) == [4]
+
+
+def test_sums_of_earlier_micro_batches_are_in_thirty_two_bits_beside_the_next() -> None:
+    workload = llama(sequence=32768)
+    two, four = (gradients(workload, OURS, data=64, microbatches=count, zero_stage=1) for count in (2, 4))
+    assert (two / workload.parameters, four / workload.parameters) == pytest.approx((2, 4))
