@@ -38,7 +38,9 @@ def sketch_of(tensor: torch.Tensor) -> numpy.ndarray:
     """(BUCKETS,) float64, or all elements of a tensor that has no more than that, flattened."""
     flat = tensor.detach().reshape(-1).double().cpu()
     if flat.numel() <= BUCKETS:
-        return numpy.asarray(flat.numpy())
+        return numpy.array(
+            flat.numpy()
+        )  # a copy: doubles are the tensor's own memory, and gradients are zeroed in place
     rows = -(-flat.numel() // BUCKETS)
     padded = torch.zeros(rows * BUCKETS, dtype=torch.float64)
     padded[: flat.numel()] = flat
@@ -58,7 +60,9 @@ def bits_of(tensor: torch.Tensor) -> int:
         part = flat[start : start + _CHUNK].cpu().to(torch.int64)
         # Odd weights are units modulo 2⁶⁴, so that a change of one element always changes the sum, which wraps around.
         weights = torch.arange(start, start + part.numel(), dtype=torch.int64).mul_(2 * 0x9E3779B1).add_(1)
-        total += int(part.mul_(weights).sum())
+        total += int(
+            weights.mul_(part).sum()
+        )  # ``part`` may be the tensor itself, where that has 64 bits already
     return total & (2**64 - 1)
 
 

@@ -170,3 +170,17 @@ def test_a_checksum_sees_every_bit_and_the_order(size: int, data: st.DataObject)
     assert bits_of(changed) != before
     if size > 1:
         assert bits_of(tensor.flip(0)) != before
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.complex128],
+)
+def test_what_is_looked_at_stays_as_it_is(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 9).to(dtype)
+    kept = tensor.clone()
+    assert bits_of(tensor) == bits_of(kept) and torch.equal(tensor, kept)
+    if not dtype.is_complex:
+        sketch = sketch_of(tensor)
+        tensor.zero_()  # as an optimizer zeroes gradients
+        assert sketch.tolist() == kept.double().tolist()
