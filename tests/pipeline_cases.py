@@ -241,6 +241,34 @@ def shapes(rank: int) -> Any:
     return run(True), run(False)
 
 
+def ended(rank: int, seconds: float) -> Any:
+    """Of two steps over stages that sleep: when this rank began, when its own work ended and what of it was work, when it
+    took the step for ended (ns of a clock that all processes share), and its bubble."""
+    import bubbles
+    import torch
+
+    import trine
+
+    ranks = torch.distributed.get_world_size()
+    model = bubbles._sleeping_model(ranks, seconds)
+    changes = {"parallel.pipeline": ranks, "parallel.microbatches": 8, "parallel.schedule": "1f1b"}
+    engine = trine.optimize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        trine.Config().with_changes(changes),
+        loss_fn=bubbles._loss,
+    )
+    runner: Any = engine._assembly.pipeline
+    found = []
+    for _ in range(2):
+        engine.train_step(torch.ones(8, 4))
+        busy = sum(end - begin for *_, begin, end in runner.worked)
+        own = max(end for *_, end in runner.worked)
+        found.append((runner._began, own, busy, runner._ended, runner.bubble()))
+    engine.close()
+    return found
+
+
 def recorded(rank: int, folder: str) -> Any:
     """Records a run; the engine's own metrics of its last step."""
     import torch

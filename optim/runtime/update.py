@@ -109,14 +109,16 @@ class Update:
     def share(self, source: int, group: distributed.ProcessGroup) -> None:
         """Give loss and weights of rank ``source``, which alone computed them, to all ranks of a pipeline.
 
-        The device is waited for in the first step alone, to learn whether tokens are counted.
+        Others add nought to them, where a broadcast would let some ranks go on before all have come: what is measured up
+        to here would end too early for them. The device is waited for in the first step alone, to learn whether tokens are
+        counted.
         """
         vector = torch.zeros(4, dtype=self._agreement.dtype, device=self._assembly.facts.device)
         own = distributed.get_rank() == source
         if own:
             for place, value in enumerate((self._summed, self._weight, self._counted, self._dtype.itemsize)):
                 vector[place] = value
-        distributed.broadcast(vector, source, group=group)
+        distributed.all_reduce(vector, group=group)
         if self._told is None:
             counted, size = vector[2:].tolist()
             self._told = (bool(counted), torch.float64 if size == 8 else torch.float32)

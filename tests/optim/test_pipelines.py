@@ -154,6 +154,16 @@ def test_the_record_holds_bubbles(two_ranks: RankPool, tmp_path: Path) -> None:
         assert 0 < bubble < 1 and ideal == pytest.approx(0.2)
 
 
+def test_no_rank_takes_a_step_for_ended_before_all_have(four_ranks: RankPool) -> None:
+    """Its bubble lasts until the last rank's work ends, which is that of the first stage."""
+    for by_rank in zip(*four_ranks.run("pipeline_cases:ended", 0.02), strict=True):
+        last = max(own for _, own, *_ in by_rank)
+        assert last == by_rank[0][1]
+        for began, own, busy, ended, bubble in by_rank:
+            assert own <= last <= ended
+            assert 0 < 1 - busy / (last - began) <= bubble < 1
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
