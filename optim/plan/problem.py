@@ -15,6 +15,7 @@ from trine.optim.plan.abilities import Abilities, abilities_of
 from trine.optim.plan.cluster import Cluster
 from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import DEFAULTS, KINDS, RECOMPUTATIONS, Layouts
+from trine.optim.plan.memory import USABLE
 from trine.optim.plan.refusals import Rule
 from trine.optim.plan.units import parse_sized
 from trine.optim.plan.workload import Workload
@@ -112,8 +113,8 @@ class Problem:
 
     @property
     def capacity_bytes(self) -> float:
-        """What a layout may take of a device's memory."""
-        return self.cluster.device.memory_bytes * (1 - self.headroom)
+        """What a layout may take of a device's memory, no more than its driver gives."""
+        return self.cluster.device.memory_bytes * min(1 - self.headroom, USABLE)
 
     @property
     def abilities(self) -> Abilities:

@@ -23,8 +23,8 @@ __all__ = ["activation_bytes", "offload_s", "optimizer_s"]
 _OPTIMIZER_BYTES = 30.0
 #: Bytes a second and device that an optimizer on the host gets from its memory, and its passes over an element.
 _HOST_OPTIMIZER_PER_S, _HOST_OPTIMIZER_BYTES = 12e9, 28.0
-#: Of an element: its gradient leaves and its new weight returns; 32-bit master and two moments come and go; a weight comes twice.
-_EXCHANGED_BYTES, _STATE_BYTES, _WEIGHT_BYTES = 4.0, 24.0, 4.0
+#: Of an element in 16 bits: 32-bit master and two moments come and go; in 32 bits the weight is its own master.
+_STATE_BYTES, _STATE_BYTES_WIDE = 24.0, 16.0
 #: Part of a transfer that computing beside it is slowed by: both use the device's memory.
 _SLOW_DOWN = 0.05
 
@@ -41,13 +41,15 @@ def optimizer_s(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Colum
 
 def offload_s(sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes) -> Column:
     """Seconds of a step that are waited for on the way to and from what lies elsewhere."""
-    own = _own_parameters(sizes, conditions, layouts)
-    exchanged = np.where(layouts.is_kind("optimizer_offload", "cpu", "nvme"), own * _EXCHANGED_BYTES, 0.0)
+    own, element = _own_parameters(sizes, conditions, layouts), _element_bytes(layouts)
+    # A gradient leaves and its new weight returns; weights that lie elsewhere come twice a micro-batch.
+    exchanged = np.where(layouts.is_kind("optimizer_offload", "cpu", "nvme"), own * 2 * element, 0.0)
     # State that no host's processor updates in its own memory travels whole.
     travels = layouts.is_kind("optimizer_offload", "nvme", "remote")
-    state_s = np.where(travels, own * _STATE_BYTES / _rate(conditions, layouts, "optimizer_offload"), 0.0)
+    state = own * np.where(element < 4, _STATE_BYTES, _STATE_BYTES_WIDE)
+    state_s = np.where(travels, state / _rate(conditions, layouts, "optimizer_offload"), 0.0)
     optimizer = exchanged / conditions.host_per_s + state_s
-    weights = np.where(layouts["parameter_offload"] > 0, own * _WEIGHT_BYTES * layouts["microbatches"], 0.0)
+    weights = np.where(layouts["parameter_offload"] > 0, own * 2 * element * layouts["microbatches"], 0.0)
     parameters = weights / _rate(conditions, layouts, "parameter_offload")
     return np.asarray(optimizer + parameters + _activations_s(sizes, conditions, layouts, times))
 
@@ -59,6 +61,11 @@ def _own_parameters(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> C
     of_experts = expert_replicas(ranks, conditions.expert_tensor, layouts)
     sharded = layouts["zero_stage"] > 0
     return np.asarray(shared / np.where(sharded, ranks, 1.0) + experts / np.where(sharded, of_experts, 1.0))
+
+
+def _element_bytes(layouts: Layouts) -> Column:
+    """Of a weight or an activation, and of the gradient that goes to the host."""
+    return np.where(layouts.is_kind("precision", "fp32", "tf32"), 4.0, 2.0)
 
 
 def _rate(conditions: Conditions, layouts: Layouts, column: str) -> Column:
@@ -83,7 +90,7 @@ def activation_bytes(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> 
     tokens = layouts["micro_batch"] * sizes.sequence / layouts["context"]
     tensor = layouts["tensor"].astype(np.float64)
     split = np.where(layouts["sequence"] > 0, tensor, 1.0)
-    element = np.where(layouts.is_kind("precision", "fp32", "tf32"), 4.0, 2.0)
+    element = _element_bytes(layouts)
     mixed = sizes.mixture_layers / sizes.layers
     copies = sizes.experts_per_token * np.where(layouts["expert"] > 1, sizes.load_imbalance, 1.0)
     routed = copies * sizes.expert_ffn + sizes.shared_experts * sizes.shared_ffn

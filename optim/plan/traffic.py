@@ -14,7 +14,7 @@ from trine.optim.plan.layouts import COMPRESSIONS, Layouts
 from trine.optim.plan.operators import LayerTimes, repeated_share
 from trine.optim.plan.ranks import first_elements, stays_gathered, sums_whole
 from trine.optim.plan.tiers import offload_s, optimizer_s
-from trine.optim.plan.waits import Waits
+from trine.optim.plan.waits import Waits, wire_bytes
 
 __all__ = ["CODE_BYTES", "Traffic", "layer_calls", "traffic_of"]
 
@@ -170,6 +170,9 @@ def _gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Wa
     found = waits.gradients.reached_s(conditions) + waits.expert_gradients.reached_s(conditions)
     shared, experts = first_elements(sizes, conditions, layouts)
     code_bytes = np.asarray([CODE_BYTES[name] for name in COMPRESSIONS])[layouts["compression"]]
+    # Gradients that are no wider anyway are sent as they are.
+    plain = wire_bytes(conditions, layouts.with_changes(compression=0))
+    code_bytes = np.where(wire_bytes(conditions, layouts) < plain, code_bytes, 0.0)
     encoding = (shared + experts) * code_bytes / conditions.memory_per_s / conditions.memory
     exposed = np.maximum(np.minimum(conditions.exposed, 1.0), waits.last_bucket)
     found = exposed * found + encoding + waits.table.reached_s(conditions)

@@ -246,7 +246,7 @@ def test_buckets_cost_latency_where_small_and_hide_nothing_where_one() -> None:
 
 
 def test_sharded_gradients_are_reduced_with_each_micro_batch() -> None:
-    asked = problem(stack="trine")
+    asked = problem(stack="torchtitan")
 
     def exposed(stage: int, microbatches: int) -> float:
         layout = Layouts.of(data=4, microbatches=microbatches, zero_stage=stage)
@@ -383,3 +383,11 @@ def test_steps_that_read_alike_are_not_said_to_lie_between_each_other() -> None:
     assert _jitter_words(3.4801, 3.4845) == (
         "Steps of one run hardly vary: nine of ten lie within 0.1% of each other, at 3.48 s."
     )
+
+
+def test_without_headroom_a_plan_may_take_what_the_driver_gives() -> None:
+    given, roomy = problem(80.0, headroom=0.0), problem(80.0, headroom=0.1)
+    layout = Layouts.of(data=8)
+    usable = memory_of(given.workload, given.cluster, given.stack, layout).capacity_bytes
+    assert given.capacity_bytes == usable < given.cluster.device.memory_bytes
+    assert roomy.capacity_bytes == 0.9 * roomy.cluster.device.memory_bytes

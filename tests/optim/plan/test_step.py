@@ -275,3 +275,12 @@ def test_a_precision_that_a_device_lacks_is_not_a_number() -> None:
 def test_unknown_conventions_are_refused() -> None:
     with pytest.raises(UsageError, match="no FLOPs convention"):
         step(Layouts.of()).mfu("mine")  # type: ignore[arg-type]
+
+
+def test_gradients_that_are_no_wider_than_their_code_are_not_coded() -> None:
+    layouts = Layouts.of(data=64, compression=["none", "bf16", "int8"])
+    plain, same, shorter = step(layouts, stack="megatron-core").parts["exposed_gradients"]
+    assert same == plain and shorter != plain
+    # Gradients of four bytes are: what is sent halves, and the device works for it.
+    wide, coded, _ = step(layouts, stack="megatron-lm-2023", between=1e6).parts["exposed_gradients"]
+    assert coded > wide

@@ -113,3 +113,18 @@ def test_no_offload_makes_a_step_shorter() -> None:
             for column in ("optimizer_offload", "parameter_offload", "activation_offload"):
                 away = Layouts.of(data=4, zero_stage=3, **{column: ["cpu", "nvme", "remote"]})
                 assert (predict(workload, on, STACK, away).step_s >= plain).all()
+
+
+def test_what_lies_elsewhere_travels_in_its_own_precision() -> None:
+    moved = {"data": 8, "zero_stage": 3, "microbatches": 4}
+    for tiers in ({"optimizer_offload": "cpu"}, {"parameter_offload": "cpu"}):
+        half, single = (
+            offload(cluster(), precision=precision, **moved, **tiers) for precision in ("bf16", "fp32")
+        )
+        assert single == pytest.approx(2 * half)
+    # On a drive moments lie, and a master beside weights in 16 bits.
+    half, single = (
+        offload(cluster(), precision=precision, optimizer_offload="nvme", **moved)
+        for precision in ("bf16", "fp32")
+    )
+    assert single < half
