@@ -56,10 +56,19 @@ def layout_of(row: Row, workload: Workload, stack: Stack, devices: int) -> tuple
 
 
 def zero_stage_of(row: Row) -> int:
-    """What of the training state is sharded over data ranks: 0 to 3."""
+    """What of the training state is sharded over data ranks: 0 to 3, as its cell says or, where that is empty, the framework's."""
     text = row.text("zero_stage").lower()
-    if "fsdp" in text or "hsdp" in text or "full" in text:
+    if not text:
+        said = re.search(r"zero[- ]?([1-3])\b|(fsdp|fully.?shard)", row.text("framework").lower())
+        return 0 if said is None else int(said[1] or 3)
+    if "no_shard" in text or text == "ddp":
+        return 0
+    if "shard_grad_op" in text or "zero2" in text:
+        return 2
+    if re.search(r"fsdp|hsdp|full|hybrid|zero ?(?:\+\+|pp\b)|mics", text):
         return 3
+    if re.search(r"dist\w*.?opt", text):
+        return 1
     return min(int(row.number("zero_stage") or 0), 3)
 
 
@@ -71,7 +80,7 @@ def _shard(row: Row, ranks: int, context: int) -> int:
     group = 0
     if said is not None:
         group = int(said[2]) if said[3] and int(said[3]) == row.count("n_gpus") else int(said[1])
-    elif "hsdp" in row.text("zero_stage").lower():
+    elif re.search(r"hsdp|hybrid|mics", row.text("zero_stage").lower()):
         group = row.count("gpus_per_node") or 8
         row.assume(f"state shared by {group} ranks")
     fits = 0 < group < ranks and ranks % group == 0 and group % context == 0
@@ -101,10 +110,15 @@ def _schedule(row: Row, workload: Workload, pipeline: int) -> tuple[str, int]:
     if row.count("vpp") is None and text.startswith("1f1b-i"):
         row.assume(f"{stage} chunks a rank, one layer each")
         chunks = stage
-    elif row.count("vpp") is None and "interleaved" in text and workload.layers % (2 * pipeline) == 0:
+    elif row.count("vpp") is None and "interleaved" in text and _is_even(workload.layers, 2 * pipeline):
         row.assume("2 chunks a rank")
         chunks = 2
     return ("interleaved", chunks) if chunks > 1 else ("1f1b", 1)
+
+
+def _is_even(layers: int, stages: int) -> bool:
+    """Whether stages are even, or would be with the embedding and the head as a layer each."""
+    return layers % stages == 0 or (layers + 2) % stages == 0
 
 
 def _batch(row: Row, workload: Workload, data: int, pipeline: int) -> tuple[int, int]:
@@ -155,7 +169,7 @@ def _precision(row: Row, stack: Stack) -> str:
     if "fp4" in text:
         row.assume("fp4 as fp8 with two thirds of its peak's gain")
         return "fp8"
-    if "fp8" in text or "mxfp8" in text or "e4m3" in text:
+    if re.search(r"fp8|float8|mx-?fp8|fp-8|e4m3", text):
         return "fp8"
     if text == "bf16/fp16" and (day := re.search(r"\b\d\d-\d\d\b", row.text("source_ref"))):
         return "bf16" if day[0] >= _BF16_FROM else "fp16"

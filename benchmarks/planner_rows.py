@@ -7,36 +7,26 @@ assumed, and every assumption is kept beside the run. A row that cannot be read 
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner_cells import Missing, Row
+from planner_clusters import cluster_of_row
 from planner_errata import erratum_of
-from planner_layouts import layout_of, zero_stage_of
+from planner_layouts import layout_of
+from planner_stacks import stack_of_row
 from planner_workloads import workload_of_row
 
-from trine.optim.plan import Cluster, Device, Layouts, Workload
-from trine.optim.plan.constants import Stack, stack_named
-from trine.optim.plan.devices import device_named, facts_of
-from trine.optim.plan.links import link_of
+from trine.optim.plan import Cluster, Layouts, Workload
+from trine.optim.plan.constants import Stack
 from trine.record.errors import TrineError, UnreadableInput
 
-__all__ = ["Run", "Skipped", "read_runs"]
+__all__ = ["Run", "Skipped", "read_rows", "read_runs"]
 
-#: Watts of a device of a family as it is usually sold.
-_POWER = {"hopper": 700, "ampere": 400}
-#: Rounds of MLPerf Training → the month of NVIDIA's containers that its NeMo submissions ran (their system names say so).
-_CONTAINERS = {
-    "v3.0": "23.04",
-    "v3.1": "23.09",
-    "v4.0": "24.04",
-    "v4.1": "24.09",
-    "v5.0": "25.04",
-    "v5.1": "25.09",
-}
+#: What a cell without a number says of a run that ran out of memory.
+_OUT_OF_MEMORY = ("true", "yes", "y", "oom", "out of memory", "out-of-memory", "cuda oom")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +130,9 @@ def _countable(row: Row) -> bool:
 
 def _run(row: Row, table: str, name: str, as_stated: bool) -> Run:
     workload = workload_of_row(row)
-    devices = row.needed("n_gpus")
-    cluster = _cluster(row, devices)
-    stack = _stack(row)
+    placed = cluster_of_row(row)
+    cluster, devices = placed.cluster, placed.devices
+    stack = stack_of_row(row, cluster.device)
     layout, batch = layout_of(row, workload, stack, devices)
     erratum = None if as_stated else erratum_of(table, str(layout["recompute"]), stack.fused_attention)
     if erratum is not None:
@@ -151,9 +141,9 @@ def _run(row: Row, table: str, name: str, as_stated: bool) -> Run:
     cluster.device.peak(str(layout["precision"]))  # which a device may not have
     seconds = row.number("step_time_s")
     rate = row.number("tokens_per_s_gpu")
-    oom = (row.number("oom") or 0) > 0 or row.text("oom").lower() in ("true", "yes")
+    oom = (row.number("oom") or 0) > 0 or row.text("oom").lower() in _OUT_OF_MEMORY
     if seconds is None and rate:
-        seconds = batch * workload.sequence / (rate * devices)
+        seconds = batch * workload.sequence / (rate * devices / placed.parts)
     memory = row.number("mem_gib")
     if not seconds and memory is None and not oom:
         raise Missing("no truth: neither step time, tokens a second, memory nor an out-of-memory")
@@ -174,83 +164,3 @@ def _run(row: Row, table: str, name: str, as_stated: bool) -> Run:
         assumed=tuple(row.assumed),
         countable=_countable(row),
     )
-
-
-# --- cluster and software -----------------------------------------------------------------------------------------------
-
-
-def _cluster(row: Row, devices: int) -> Cluster:
-    device = _device(row)
-    facts = facts_of(device)
-    node = row.count("gpus_per_node") or (facts.node if facts else 8)
-    here = min(node, devices)
-    nodes = -(-devices // here)
-    return Cluster(
-        device=device,
-        devices_per_node=here,
-        nodes=nodes,
-        inside=link_of(row.text("intra_link"), device, devices_per_node=node) if here > 1 else None,
-        between=link_of(row.text("inter_link_per_gpu"), device, between=True, devices_per_node=node)
-        if nodes > 1
-        else None,
-        name=f"{devices} × {device.name}",
-    )
-
-
-def _device(row: Row) -> Device:
-    """The device; one whose stated power is below its family's runs at lower clocks."""
-    device = device_named(row.text("gpu"))
-    stated = re.search(r"\b(\d{3,4}) ?W\b", row.text("gpu"))
-    nominal = _POWER.get(device.family)
-    if stated is None or nominal is None or int(stated[1]) >= nominal:
-        return device
-    row.assume(f"clocks by the cube root of {stated[1]} of {nominal} W")
-    share = (int(stated[1]) / nominal) ** (1 / 3)
-    peaks = {name: value * share for name, value in device.flops_per_s.items()}
-    rate = device.matmul_flops_per_s and device.matmul_flops_per_s * share
-    return device.with_changes(flops_per_s=peaks, matmul_flops_per_s=rate)
-
-
-def _stack(row: Row) -> Stack:
-    text = row.text("framework")
-    if round_ := re.search(r"mlperf[^v]*(v\d\.\d)", row.text("source"), re.IGNORECASE):
-        text = f"{text} {_CONTAINERS.get(round_[1], '')}"
-    elif not re.search(r"\d", text):
-        # A name alone: software of the year of its publication.
-        year = re.search(r"\b(20[12]\d)\b|[A-Z]{3,}(\d\d)\b", row.text("source"))
-        text = f"{text} {year[1] or '20' + year[2]}" if year else text
-    try:
-        stack = stack_named(text)
-    except TrineError:
-        stack = stack_named(_usual_stack(row))
-        row.assume(f"{text or 'no framework'} as {stack.name}")
-    notes = row.text("notes").lower()
-    traits: dict[str, Any] = {}
-    if re.search(r"\beager\b", notes):
-        traits["fused"] = False
-    elif "compile" in notes:
-        traits["fused"] = True
-    if "torchtitan 2025" in text.lower() and traits.get("fused"):
-        # Since 2025 its compilation takes in the loss.
-        traits["fused_loss"] = True
-    if re.search(r"async ?-?tp", notes):
-        traits["tensor_overlap"] = True
-    if "deepep" in notes or "hybridep" in notes:
-        traits["expert_once"] = True
-    if "a2a overlap" in notes:
-        traits["expert_overlap"] = True
-    if re.search(r"selective ?\((layer)?norm,(moe_)?act", row.text("recompute").lower()):
-        # Matmuls' outputs are kept, what is element by element is repeated.
-        traits["operators"] = "all"
-    if "rowwise" in row.text("precision").lower():
-        traits["fp8_gain"] = 0.0
-    if "fp4" in row.text("precision").lower():
-        traits["fp8_gain"] = 3.3 if "b300" in row.text("gpu").lower() else 2.0
-    return stack.with_traits(**traits) if traits else stack
-
-
-def _usual_stack(row: Row) -> str:
-    """What trains in such a layout where nobody says what does."""
-    if (row.count("tp") or 1) > 1 or (row.count("pp") or 1) > 1:
-        return "megatron-core"
-    return "fsdp" if zero_stage_of(row) == 3 else "pytorch"

@@ -28,7 +28,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
     (r"\befa(?:v\d)?\b|\bsrd\b", "efa"),
     (r"\broce", "roce"),
     (r"infiniband|\bib\b|\b[sdqefhnx]dr\d*\b|\bhca", "infiniband"),
-    (r"slingshot|ethernet|gbe\b|\btcp\b", "ethernet"),
+    (r"slingshot|ethernet|gbe\b|\btcp(?:xo?)?\b", "ethernet"),
     (r"pcie?\b|pci-?e", "pcie"),
     (r"shared-?memory|\bshm\b", "shared-memory"),
 )
@@ -63,8 +63,12 @@ _PCIE = {
 }
 #: Families → bytes a second of a device over EFA: Amazon EC2's P3dn (100 Gb/s for eight), P4d (400), P5 and P6 (3,200).
 _EFA = {"volta": 1.5625e9, "ampere": 6.25e9, "hopper": 50e9, "blackwell": 50e9}
-#: A network that names no rate → bytes a second of one adapter: Slingshot 11's, and 100 Gb/s of what is Ethernet and no more.
-_ADAPTERS: tuple[tuple[str, float], ...] = ((r"slingshot", 25e9), (r"ethernet|gbe\b|\btcp\b", 12.5e9))
+#: A network that names no rate → bytes a second of a device: Slingshot 11's adapter, Google Cloud's A3 (TCPX) and A3 Mega
+#: (TCPXO), and 100 Gb/s of what is Ethernet and no more.
+_ADAPTERS: tuple[tuple[str, float], ...] = (
+    (r"slingshot|\btcpxo\b", 25e9),
+    (r"ethernet|gbe\b|\btcpx?\b", 12.5e9),
+)
 #: Two names of one network: its adapters carry either, at one rate.
 _SAME = {"roce": "infiniband"}
 

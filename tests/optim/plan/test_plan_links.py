@@ -83,6 +83,7 @@ def test_rates_and_kinds(text: str, gigabytes_per_s: float, kind: str) -> None:
         ("L40S", "PCIe", False, 32, "pcie", False),
         ("H100", "Ethernet", True, 12.5, "ethernet", False),
         ("H100", "TCP", True, 12.5, "ethernet", False),
+        ("H100", "GPUDirect-TCPX", True, 12.5, "ethernet", False),
         ("A100", "Slingshot-11", True, 25, "ethernet", False),
         ("MI250X", "Slingshot-11", True, 12.5, "ethernet", False),
         ("A100", "EFA", True, 6.25, "efa", False),

@@ -79,6 +79,8 @@ def test_throughput_is_a_truth_too() -> None:
     [
         ("fp8 rowwise", "fp8"),
         ("MXFP8", "fp8"),
+        ("float8 tensorwise", "fp8"),
+        ("bf16+float8", "fp8"),
         ("NVFP4", "fp8"),
         ("amp_bf16", "bf16"),
         ("bf16", "bf16"),
@@ -167,6 +169,150 @@ def test_unknown_software_is_what_trains_in_such_layouts_and_said(
 def test_shards_and_schedules_as_people_write_them(changes: dict[str, str], layout: dict[str, Any]) -> None:
     found = one(**changes).layout
     assert {name: found[name] for name in layout} == layout
+
+
+@pytest.mark.parametrize(
+    ("cell", "text", "gigabytes_per_s", "said"),
+    [
+        ("inter_link_per_gpu", "unknown", 25, ""),
+        ("inter_link_per_gpu", "n/a", 25, ""),
+        ("inter_link_per_gpu", "-", 25, ""),
+        ("inter_link_per_gpu", "400G", 50, ""),
+        ("inter_link_per_gpu", "8x400G", 50, ""),
+        ("inter_link_per_gpu", "10GigE", 1.25, ""),
+        ("inter_link_per_gpu", "ConnectX-7", 50, ""),
+        ("inter_link_per_gpu", "RDMA", 25, "infiniband at 25 GB/s for 'RDMA'"),
+        ("inter_link_per_gpu", "DCN", 25, "infiniband at 25 GB/s for 'DCN'"),
+        ("intra_link", "none", 300, ""),
+        ("intra_link", "PCIe", 32, ""),
+        ("intra_link", "SXM", 300, "nvlink at 300 GB/s for 'SXM'"),
+        ("intra_link", "NV12", 300, "nvlink at 300 GB/s for 'NV12'"),
+        ("intra_link", "HCCS", 300, "nvlink at 300 GB/s for 'HCCS'"),
+    ],
+)
+def test_links_that_say_little_are_the_devices_usual_ones(
+    cell: str, text: str, gigabytes_per_s: float, said: str
+) -> None:
+    run = one(**{cell: text})
+    link = run.cluster.between if cell == "inter_link_per_gpu" else run.cluster.inside
+    assert link.bandwidth.bytes_per_s == gigabytes_per_s * 1e9
+    assert any(said in note for note in run.assumed) if said else not run.assumed
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "gib", "said"),
+    [
+        ({"gpu": "A100", "gpu_mem_gb": "40"}, "A100 SXM4 40GB", 40, ""),
+        ({"gpu": "A100", "gpu_mem_gb": "80.0"}, "A100 SXM4 80GB", 80, ""),
+        ({"gpu": "A100", "gpu_mem_gb": ""}, "A100 SXM4 80GB", 80, ""),
+        ({"gpu": "A100-SXM4-80GB", "gpu_mem_gb": "40"}, "A100 SXM4 80GB", 80, ""),
+        ({"gpu": "A100 64GB"}, "A100 SXM4 80GB", 64, "with 64 GB"),
+        ({"gpu": "H100-SXM5-64GB"}, "H100 SXM5 80GB", 64, "with 64 GB"),
+        ({"gpu": "B200", "gpu_mem_gb": "192"}, "B200", 180, ""),
+        ({"gpu": "GH200-120GB"}, "GH200 96GB", 96, ""),
+        ({"gpu": "p4d.24xlarge"}, "A100 SXM4 40GB", 40, "p4d.24xlarge as A100-SXM-40GB"),
+        ({"gpu": "Ascend 910B", "gpu_mem_gb": "64"}, "A100 SXM4 80GB", 64, "Ascend 910B as"),
+    ],
+)
+def test_devices_of_another_memory_or_maker(
+    changes: dict[str, str], name: str, gib: float, said: str
+) -> None:
+    run = one(**changes)
+    assert run.cluster.device.name == name and run.cluster.device.memory_bytes == gib * 2**30
+    of_the_device = [note for note in run.assumed if "Megatron-LM" not in note]
+    assert len(of_the_device) == (2 if changes.get("gpu_mem_gb") and said else bool(said)), of_the_device
+    assert not said or any(said in note for note in of_the_device)
+
+
+def test_a_part_of_a_device_has_a_part_of_its_peaks() -> None:
+    whole, part = one(gpu="MI300X").cluster.device, one(gpu="MI308X").cluster.device
+    assert part.peak("bf16") == pytest.approx(whole.peak("bf16") * 80 / 304)
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices"),
+    [
+        ({"gpus_per_node": "4"}, 128),
+        ({"gpus_per_node": "8"}, 64),
+        ({"gpus_per_node": "4", "dp": "4"}, 64),
+        ({"gpus_per_node": "8", "dp": "8"}, 128),
+        ({"gpus_per_node": "4", "gpu_mem_gb": "64"}, 64),
+    ],
+)
+def test_modules_are_two_devices_where_they_are_counted(changes: dict[str, str], devices: int) -> None:
+    run = one(
+        **{"gpu": "MI250X", "gpu_mem_gb": "128", "step_time_s": "", "tokens_per_s_gpu": "500", **changes}
+    )
+    assert run.devices == devices and run.cluster.device.memory_bytes == 64 * 2**30
+    assert run.seconds == pytest.approx(64 * 2048 / 64 / 500)
+
+
+@pytest.mark.parametrize(
+    ("framework", "gpu", "stack"),
+    [
+        ("Megatron-LM core_r0.8.0", "A100", "megatron-core"),
+        ("Megatron-LM (mcore r0.6)", "A100", "megatron-core"),
+        ("Megatron-LM 23.04", "A100", "megatron-lm-2023"),
+        ("Megatron-LM v3.0", "A100", "megatron-lm-2022"),
+        ("Megatron-LM v2.5", "A100", "megatron-lm-2021"),
+        ("Megatron-LM v1.1", "A100", "megatron-lm-2020"),
+        ("Megatron-LM", "A100", "megatron-lm-2022"),  # selective recomputation
+        ("Megatron-LM fork 2023", "A100", "megatron-lm-zero-bubble"),
+        ("Megatron-LM", "H100", "megatron-core"),
+        ("Megatron-LM 24.05", "H100", "megatron-core"),
+        ("Megatron-LM v3.0", "B200", "megatron-core"),
+        ("GPT-NeoX 2.0 (DeepSpeed)", "A100", "megatron-deepspeed"),
+        ("DeepSpeed", "A100", "megatron-deepspeed"),
+        ("Colossal-AI 0.3", "A100", "megatron-lm-2022"),
+        ("Alpa", "A100", "maxtext"),
+        ("HF Transformers", "A100", "pytorch"),
+    ],
+)
+def test_software_by_its_version_or_its_hardware(framework: str, gpu: str, stack: str) -> None:
+    assert one(framework=framework, gpu=gpu).stack.name == stack
+
+
+def test_software_is_compiled_or_fused_where_the_row_says_so() -> None:
+    plain = {"tp": "1", "pp": "1", "zero_stage": "3"}
+    assert not one(framework="FSDP2", **plain).stack.fused
+    assert one(framework="FSDP2 + torch.compile", **plain).stack.fused
+    assert not one(framework="Megatron-DeepSpeed").stack.fused_attention
+    assert one(framework="Megatron-DeepSpeed", notes="flash attention").stack.fused_attention
+    assert one(pp_schedule="DualPipe").stack.expert_overlap and not one().stack.expert_overlap
+
+
+@pytest.mark.parametrize(
+    ("text", "framework", "stage", "shard"),
+    [
+        ("SHARD_GRAD_OP", "", 2, 0),
+        ("FSDP SHARD_GRAD_OP", "", 2, 0),
+        ("FULL_SHARD", "", 3, 0),
+        ("HYBRID_SHARD", "", 3, 8),
+        ("ZeRO++", "", 3, 0),
+        ("ZeRO-1", "", 1, 0),
+        ("distributed optimizer", "", 1, 0),
+        ("DDP", "", 0, 0),
+        ("", "PyTorch FSDP", 3, 0),
+        ("", "DeepSpeed ZeRO-2", 2, 0),
+        ("0", "PyTorch FSDP", 0, 0),
+    ],
+)
+def test_what_is_sharded_as_people_write_it(text: str, framework: str, stage: int, shard: int) -> None:
+    layout = one(tp="1", pp="1", zero_stage=text, framework=framework).layout
+    assert (layout["zero_stage"], layout["shard"]) == (stage, shard)
+
+
+@pytest.mark.parametrize("layers", ["96", "126"])
+def test_interleaved_stages_are_even_with_the_embedding_and_the_head_as_layers(layers: str) -> None:
+    pipeline = {"layers": layers, "pp": "16", "n_gpus": "512", "pp_schedule": "interleaved-1F1B"}
+    assert one(**pipeline).layout["chunks"] == 2
+    assert one(**{**pipeline, "layers": "100"}).layout["chunks"] == 1
+
+
+@pytest.mark.parametrize("text", ["OOM", "yes", "1", "1.0", "True", "true"])
+def test_out_of_memory_as_people_write_it(text: str) -> None:
+    assert one(step_time_s="", oom=text).oom
+    assert not one(oom="0").oom and not one(oom="").oom and not one(oom="no").oom
 
 
 @pytest.mark.parametrize(
