@@ -18,6 +18,10 @@ __all__ = ["workload_of_row"]
 _IMBALANCE = 1.15
 #: How far a parameter count may be rounded.
 _ROUNDED = 0.03
+#: Of a mixture, more parameters than this times the stated ones: its experts are narrower than what is given.
+_WIDER = 1.25
+#: Sizes of a head that models have, commonest first.
+_HEAD_SIZES = (128, 64, 96, 80, 256, 160)
 
 
 def workload_of_row(row: Row) -> Workload:
@@ -27,25 +31,25 @@ def workload_of_row(row: Row) -> Workload:
 
 def _described(row: Row) -> Workload:
     """From its dimensions: what has gates has the other habits of models since Llama, too."""
-    hidden, sequence = row.needed("hidden"), row.needed("seq_len")
-    heads = _or_assumed(row, "heads", max(1, hidden // 128), "{} heads of 128")
+    hidden = row.needed("hidden")
+    heads, head_size = _heads(row, hidden)
     kv_heads = row.count("kv_heads") or heads
     vocab = _or_assumed(row, "vocab", 51200, "vocabulary of {:,}")
+    name = row.text("model")
     gated = any(word in row.text("mlp").lower() for word in ("swiglu", "geglu", "silu", "gated"))
     usual_ffn = round(8 * hidden / 3) if gated else 4 * hidden
     ffn = _or_assumed(row, "ffn", usual_ffn, "feed-forward of {}")
     layers = row.count("layers")
-    name = row.text("model")
     return Workload(
         name=name or "model",
         layers=_layers_from_parameters(row, hidden, ffn, vocab, gated) if layers is None else layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads if heads % kv_heads == 0 else heads,
-        head_size=128 if "qwen3" in name.lower() else 0,
+        head_size=128 if "qwen3" in name.lower() else head_size,
         ffn=ffn,
         vocab=vocab,
-        sequence=sequence,
+        sequence=_sequence(row, gated),
         gated=gated,
         bias=not gated,
         tied_embeddings=not gated,
@@ -53,6 +57,32 @@ def _described(row: Row) -> Workload:
         dropout=not gated and "mpt" not in name.lower(),
         **_mixture(row, ffn),
     )
+
+
+def _heads(row: Row, hidden: int) -> tuple[int, int]:
+    """Heads, and their size where it is not hidden over heads."""
+    stated = row.count("heads")
+    if stated is None:
+        size = next((each for each in _HEAD_SIZES if hidden % each == 0), 1 if hidden < 64 else 0)
+        heads = hidden // (size or 128)
+        row.assume(f"{heads} heads of {size or 128}")
+        return heads, 0 if size else 128
+    if hidden % stated == 0:
+        return stated, 0
+    # No model has heads of a broken size, and whoever projects to another width takes one that kernels like.
+    size = min(_HEAD_SIZES, key=lambda each: abs(each - hidden / stated))
+    row.assume(f"heads of {size}, since {stated} of them do not divide {hidden}")
+    return stated, size
+
+
+def _sequence(row: Row, gated: bool) -> int:
+    """As stated; else what the model, or models of its kind, were trained with."""
+    if (stated := row.count("seq_len")) is not None:
+        return stated
+    found = _named(row)
+    sequence = found.sequence if found is not None else 4096 if gated else 2048
+    row.assume(f"sequences of {sequence}")
+    return sequence
 
 
 def _or_assumed(row: Row, cell: str, usual: int, words: str) -> int:
@@ -82,10 +112,39 @@ def _as_counted(workload: Workload, row: Row) -> Workload:
     stated = row.number("params_b")
     if not stated:
         return workload
+    workload = _of_narrower_experts(workload, row, stated * 1e9)
     workload, why = reconciled(workload, stated * 1e9)
     if why:
         row.assume(why)
     return workload
+
+
+def _of_narrower_experts(workload: Workload, row: Row, parameters: float) -> Workload:
+    """A mixture whose feed-forward cell is a dense layer's: experts as the known model has them, or as the parameters leave."""
+    if not workload.is_mixture or workload.parameters < _WIDER * parameters:
+        return workload
+    found = _named(row)
+    if found is not None and (found.hidden, found.experts) == (workload.hidden, workload.experts):
+        width = found.expert_ffn
+    else:
+        outside = workload.parameters - workload.layers * workload.experts * workload.expert_parameters
+        each = workload.expert_parameters / workload.expert_ffn
+        width = round((parameters - outside) / (workload.layers * workload.experts * each * 64)) * 64
+    if not 64 <= width < workload.expert_ffn:
+        return workload
+    row.assume(
+        f"experts of {width}, since {workload.expert_ffn} would be {workload.parameters / 1e9:.4g} billion"
+    )
+    return workload.with_changes(expert_ffn=width, shared_ffn=0)
+
+
+def _named(row: Row) -> Workload | None:
+    """The model that is known by the row's name for it."""
+    name = re.sub(r"\(.*?\)", "", row.text("model")).replace("_", "-").strip()
+    try:
+        return workload_of(name) if name and not re.search(r"[/.](toml|json)$|^[./]", name) else None
+    except TrineError:
+        return None
 
 
 def _known_model(row: Row) -> Workload | None:
@@ -93,11 +152,7 @@ def _known_model(row: Row) -> Workload | None:
 
     What the row states stands before it.
     """
-    name = re.sub(r"\(.*?\)", "", row.text("model")).replace("_", "-").strip()
-    try:
-        found = workload_of(name) if name and not re.search(r"[/.](toml|json)$|^[./]", name) else None
-    except TrineError:
-        return None
+    found = _named(row)
     hidden = row.count("hidden")
     if found is None or (hidden is not None and (found.latent is None or hidden != found.hidden)):
         return None

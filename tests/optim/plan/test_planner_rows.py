@@ -338,6 +338,44 @@ def test_latent_attention_is_the_published_models() -> None:
     assert one(model="DeepSeek-V3", hidden="1024").workload.latent is None
 
 
+MIXTURE = {
+    "mlp": "swiglu",
+    "hidden": "2048",
+    "layers": "48",
+    "heads": "32",
+    "experts": "128",
+    "topk": "8",
+    "vocab": "151936",
+    "params_b": "30.5",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "ffn"), [("Qwen3-30B-A3B", "6144"), ("Qwen3-thirty", "6144"), ("Q", "768")]
+)
+def test_experts_are_not_wider_than_the_parameters_allow(model: str, ffn: str) -> None:
+    run = one(model=model, ffn=ffn, kv_heads="4", **MIXTURE)
+    assert run.workload.expert_ffn == 768
+    assert run.workload.parameters == pytest.approx(30.5e9, rel=0.03)
+    assert any("experts of 768" in note for note in run.assumed) == (ffn != "768")
+
+
+def test_a_sequence_that_nobody_says_is_the_models_or_its_kinds() -> None:
+    llama = {"hidden": "4096", "heads": "32", "layers": "32", "mlp": "swiglu", "seq_len": ""}
+    assert one(model="Llama-3-8B", **llama).workload.sequence == 8192
+    run = one(model="ours", **llama)
+    assert run.workload.sequence == 4096 and "sequences of 4096" in run.assumed
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "found"),
+    [("1600", "", (25, 64)), ("6144", "", (48, 128)), ("5000", "48", (48, 96)), ("6144", "64", (64, 96))],
+)
+def test_heads_that_are_left_out_or_do_not_divide(hidden: str, heads: str, found: tuple[int, int]) -> None:
+    workload = one(hidden=hidden, heads=heads, tp="1").workload
+    assert (workload.heads, workload.head_size) == found
+
+
 def test_an_erratum_is_of_a_table_and_can_be_left_out() -> None:
     stated = {
         **ROW,
