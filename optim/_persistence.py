@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,7 @@ class Persistent:
     """The part of an engine that outlives its process."""
 
     _assembly: Assembly
+    _close: weakref.finalize[..., Any]
     _update: Update
     _index: int
     _micro: int
@@ -105,6 +107,7 @@ class Persistent:
 
         Raises ``UsageError`` on every rank in the middle of an accumulation, and where any rank cannot write.
         """
+        self._require_open("engine.save")
         self._require_between_steps("engine.save")
         path = require_path(folder, "engine.save")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
@@ -127,6 +130,7 @@ class Persistent:
         Raises ``UnreadableInput`` in one line, on every rank, for what is no checkpoint, is damaged, or is of another
         model or optimizer. Where that was found half way, the engine takes no step until a load has succeeded.
         """
+        self._require_open("engine.load")
         self._require_outside("engine.load")
         path = require_path(folder, "engine.load")
         _require_truth("engine.load", newest=newest, data=data)
@@ -186,6 +190,12 @@ class Persistent:
 
     def _steps_done(self) -> int:
         return self._index + (1 if self._step_open and self._consumed else 0)
+
+    def _require_open(self, call: str) -> None:
+        if not self._close.alive:
+            raise UsageError(
+                f"{call}: this engine was closed: save before engine.close(), load into a new one"
+            )
 
     def _require_between_steps(self, call: str) -> None:
         if self._micro:

@@ -195,7 +195,7 @@ def short_of_room(rank: int, folder: str, limited: int | None) -> dict[str, Any]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     engine.load(folder)
-    found = {"said": said, "stays": engine.step_index}
+    found = {"said": said, "stays": engine.step_index, "left": Path(f"{folder}.partial").exists()}
     engine.close()
     return found
 

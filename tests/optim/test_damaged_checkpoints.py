@@ -160,4 +160,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(two_ranks: RankPool, small_disk: Path) -> None:
     for found in two_ranks.run("checkpoint_cases:short_of_room", str(small_disk / "run"), None):
         assert "No space left on device" in found["said"][0] and "\n" not in found["said"][0]
+        assert not found["left"]  # of what was written until then, which would only fill the disk
         assert found["stays"] == 0

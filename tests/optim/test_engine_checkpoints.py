@@ -121,6 +121,16 @@ def test_a_rank_that_cannot_write_stops_all_and_harms_nothing(two_ranks: RankPoo
         assert still_there
 
 
+def test_a_closed_engine_is_neither_saved_nor_loaded_into(tmp_path: Path) -> None:
+    engine = _engine()
+    engine.save(tmp_path / "run")
+    engine.close()
+    for call in (engine.save, engine.load):
+        with pytest.raises(UsageError, match=r"this engine was closed: save before engine\.close\(\)"):
+            call(tmp_path / "run")
+    assert _engine().load(tmp_path / "run") == 0
+
+
 def test_a_save_that_was_cut_short_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trine.optim.runtime.checkpoints import writing
 

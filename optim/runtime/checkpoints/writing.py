@@ -239,8 +239,13 @@ def written(job: Job, ranks: Ranks) -> Path:
         flush_folder(job.partial)
         return results, files | writer.described
 
-    outcomes = ranks.gathered(write, job.what)
-    ranks.first(lambda: _publish(job, writer, ranks.results(outcomes)), job.what)
+    try:
+        outcomes = ranks.gathered(write, job.what)
+        ranks.first(lambda: _publish(job, writer, ranks.results(outcomes)), job.what)
+    except UsageError:
+        if ranks.rank == 0:  # every rank has ended its part, and what it wrote would only fill the disk
+            shutil.rmtree(job.partial, ignore_errors=True)
+        raise
     return job.folder
 
 
