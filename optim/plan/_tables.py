@@ -14,7 +14,16 @@ from typing import Any
 
 from trine.record.errors import UnreadableInput, UsageError
 
-__all__ = ["check_keys", "near", "packaged", "packaged_rows", "read_json", "read_toml", "text_of"]
+__all__ = [
+    "check_keys",
+    "check_line",
+    "near",
+    "packaged",
+    "packaged_rows",
+    "read_json",
+    "read_toml",
+    "text_of",
+]
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -46,9 +55,9 @@ def _json_words(value: Any) -> str:
 
 
 def text_of(path: Path, what: str) -> str:
-    """A file's text. Raises ``UnreadableInput``."""
+    """A file's text, without the mark that some editors begin UTF-8 with. Raises ``UnreadableInput``."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UnreadableInput(f"cannot read the {what} {path}: {error.strerror or error}") from error
     except ValueError as error:
@@ -73,6 +82,17 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> No
     for key in table:
         if key not in names:
             raise UsageError(f"{where} has no key {key!r}{near(key, names)}: one of {', '.join(names)}")
+
+
+def check_line(value: Any, key: str, where: str) -> str:
+    """A name that fits into a line of a report. Raises ``UsageError`` for what is no text, empty, or has several lines."""
+    if not isinstance(value, str):
+        raise UsageError(f"{where}: {key} must be text, not {value!r}")
+    if not value.strip() or not value.isprintable():
+        raise UsageError(
+            f"{where}: {key} must be a name of one line, not {value!r}: give one, or leave it out"
+        )
+    return value
 
 
 def near(word: str, known: Iterable[str]) -> str:

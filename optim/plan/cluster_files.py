@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trine.optim.plan._tables import check_keys, near, packaged, read_toml
+from trine.optim.plan._tables import check_keys, check_line, near, packaged, read_toml
 from trine.optim.plan.cluster import Cluster, Device, Link
 from trine.optim.plan.devices import device_named, facts_of, families
 from trine.optim.plan.links import default_link, link_of
@@ -61,6 +61,8 @@ _DEVICE_KEYS = (
 _FIGURES = ("flops_per_s", "memory", "memory_bandwidth")
 #: No device and no host has less: a smaller number has lost its unit.
 _LEAST_MEMORY = 2**30
+#: Bytes a second. No memory and no link is slower, nor is a disk of which jobs are planned: less has lost its unit.
+_LEAST_BANDWIDTH = 1e6
 #: Devices of one machine. What has more is a rack, of which jobs take an even part (64 of 72, as powers of two ask for).
 _LARGEST_SERVER = 16
 _PRECISIONS = ("bf16", "fp16", "tf32", "fp8", "fp32")
@@ -98,6 +100,7 @@ def cluster_names() -> tuple[str, ...]:
 def cluster_from_table(table: Mapping[str, Any], name: str, where: str) -> Cluster:
     """A cluster from a file's table; ``where`` begins messages. Raises ``UsageError``."""
     check_keys(table, _KEYS, where)
+    _text(table, "source", "", where)
     if "device" not in table:
         raise UsageError(f'{where} has no device: device = "H100-SXM-80GB", or a table [device]')
     device = _device(table["device"], where)
@@ -115,10 +118,10 @@ def cluster_from_table(table: Mapping[str, Any], name: str, where: str) -> Clust
         nodes=nodes,
         inside=inside,
         between=between,
-        name=_text(table, "name", name, where),
+        name=check_line(table.get("name", name), "name", where),
         host_memory_bytes=_placed(_host_memory, table, "host_memory", where) or 0,
-        host_link=_placed(Bandwidth.parse, table, "host_link", where),
-        nvme=_placed(Bandwidth.parse, table, "nvme", where),
+        host_link=_placed(_bandwidth, table, "host_link", where),
+        nvme=_placed(_bandwidth, table, "nvme", where),
     )
 
 
@@ -171,13 +174,15 @@ def _link(said: Any, device: Device, per_node: int, where: str, *, between: bool
             raise UsageError(f"{where}: {error}") from None
     if isinstance(said, str):
         try:
-            return link_of(said, device, between=between, devices_per_node=per_node)
+            link = link_of(said, device, between=between, devices_per_node=per_node)
+            _plausible(link.bandwidth, said)
+            return link
         except UsageError as error:
             raise UsageError(f"{where}: {key}: {error}") from None
     if not isinstance(said, Mapping):
         raise UsageError(f"{where}: {key} must be text or a table, not {said!r}")
     check_keys(said, ("bandwidth", "kind", "in_switch"), f"{where}: {key}")
-    bandwidth = _placed(Bandwidth.parse, said, "bandwidth", f"{where}: {key}")
+    bandwidth = _placed(_bandwidth, said, "bandwidth", f"{where}: {key}")
     if bandwidth is None:
         raise UsageError(
             f'{where}: {key} has no bandwidth: bandwidth = "400 Gb/s", of one device in one direction'
@@ -213,7 +218,7 @@ def _device(said: Any, where: str) -> Device:
         family="unknown",
         flops_per_s=_rates(said["flops_per_s"], f"{place}: flops_per_s"),
         memory_bytes=_placed(_memory, said, "memory", place),
-        memory_bandwidth=_placed(Bandwidth.parse, said, "memory_bandwidth", place),
+        memory_bandwidth=_placed(_bandwidth, said, "memory_bandwidth", place),
         source=where,
     )
     return _changed(figures, said, place)
@@ -237,17 +242,31 @@ def _changed(base: Device, said: Mapping[str, Any], place: str) -> Device:
         rates["bf16"] = _matmul(said["matmul_flops_per_s"], peaks, place)
     family = _family(said, base.family, place)
     return base.with_changes(
-        name=_text(said, "name", base.name, place),
+        name=check_line(said.get("name", base.name), "name", place),
         family=family,
         flops_per_s=peaks,
         memory_bytes=_placed(_memory, said, "memory", place) or base.memory_bytes,
-        memory_bandwidth=_placed(Bandwidth.parse, said, "memory_bandwidth", place) or base.memory_bandwidth,
-        link=_placed(Bandwidth.parse, said, "link", place) or base.link,
+        memory_bandwidth=_placed(_bandwidth, said, "memory_bandwidth", place) or base.memory_bandwidth,
+        link=_placed(_bandwidth, said, "link", place) or base.link,
         matmul_flops_per_s=rates.get("bf16"),
         source=_text(said, "source", base.source, place),
         matmul_rates=rates,
         constants=base.constants if family == base.family else {},
     )
+
+
+def _bandwidth(text: Any) -> Bandwidth:
+    """Raises ``UsageError`` for less than anything has."""
+    return _plausible(Bandwidth.parse(text), text)
+
+
+def _plausible(found: Bandwidth, text: Any) -> Bandwidth:
+    if found.bytes_per_s < _LEAST_BANDWIDTH:
+        raise UsageError(
+            f"{text!r} is no bandwidth of a device or a link, but {found.bytes_per_s:g} bytes a second: write it with its unit, "
+            '"450 GB/s" in bytes or "400 Gb/s" in bits'
+        )
+    return found
 
 
 def _memory(text: Any) -> int:

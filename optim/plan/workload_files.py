@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from trine.optim.plan._tables import check_keys, near, packaged, read_json, read_toml
+from trine.optim.plan._tables import check_keys, check_line, near, packaged, read_json, read_toml
 from trine.optim.plan.huggingface import workload_from_config
 from trine.optim.plan.workload import LatentAttention, Workload
 from trine.record.errors import UnreadableInput, UsageError
@@ -28,6 +28,8 @@ __all__ = ["check_field", "latent_from_table", "model_names", "workload_from_tab
 _NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
 #: Sizes that hold one where a whole number is asked for; the rest are counts.
 _REAL = ("load_imbalance", "rotary_base", "rotary_share")
+#: Fields that say nothing where there are no experts.
+_OF_EXPERTS = ("experts_per_token", "expert_ffn", "shared_experts", "shared_ffn", "dense_layers")
 #: Fields whose default depends on others: those that a file changes take new ones with them.
 _DERIVED = {
     "heads": ("kv_heads", "head_size"),
@@ -80,16 +82,32 @@ def model_names() -> tuple[str, ...]:
 
 def workload_from_table(table: Mapping[str, Any], name: str, where: str) -> Workload:
     """A workload from a file's table; ``where`` begins messages. Raises ``UsageError``."""
-    known = {field.name for field in fields(Workload)}
+    known = {
+        field.name for field in fields(Workload) if field.compare
+    }  # the rest is no size, but who said one
     beside = {"like", "aliases", "source"}
     check_keys(table, known | beside, where)
+    _check_beside(table, where)
     given = {key: value for key, value in table.items() if key not in beside}
     for key, value in given.items():
         check_field(key, value, where)
     if isinstance(given.get("latent"), Mapping):
         given["latent"] = latent_from_table(given["latent"], where)
-    if "like" in table:
-        return _changed(_base(table["like"], where), {"name": name, **given})
+    called = {"name": name, **given}
+    base = _base(table["like"], where) if "like" in table else None
+    if base is None:
+        _check_needed(given, where)
+        called.setdefault("ffn", given.get("expert_ffn"))
+    try:
+        found = Workload(**called) if base is None else _changed(base, called)
+    except UsageError as error:  # of a workload, which knows its name alone
+        raise UsageError(f"{where}: {str(error).removeprefix(called['name'] + ': ')}") from None
+    _check_used(found, given, where)
+    return found
+
+
+def _check_needed(given: Mapping[str, Any], where: str) -> None:
+    """Raises ``UsageError`` for a size that no default gives."""
     for key in _NEEDED:
         if key not in given:
             raise UsageError(
@@ -97,8 +115,34 @@ def workload_from_table(table: Mapping[str, Any], name: str, where: str) -> Work
             )
     if "ffn" not in given and "expert_ffn" not in given:
         raise UsageError(f"{where} has no ffn: add the width of the feed-forward")
-    given.setdefault("ffn", given.get("expert_ffn", 0))
-    return Workload(**{"name": name, **given})
+
+
+def _check_beside(table: Mapping[str, Any], where: str) -> None:
+    """What a table has beside a workload's sizes. Raises ``UsageError``."""
+    if "name" in table:
+        check_line(table["name"], "name", where)
+    if not isinstance(table.get("source", ""), str):
+        raise UsageError(f"{where}: source must be text, not {table['source']!r}")
+    aliases = table.get("aliases", [])
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise UsageError(f"{where}: aliases must be a list of names, not {aliases!r}")
+
+
+def _check_used(found: Workload, given: Mapping[str, Any], where: str) -> None:
+    """Raises ``UsageError`` for what a table says and a workload does not use."""
+    unused = next((key for key in _OF_EXPERTS if given.get(key) and not found.experts), None)
+    if unused is not None:
+        raise UsageError(
+            f"{where}: {unused} {given[unused]} is of experts, and there are none: say experts, or leave it out"
+        )
+    if given.get("window_layers") and not found.window:
+        raise UsageError(
+            f"{where}: window_layers {given['window_layers']} see a window, and there is none: say window, or leave it out"
+        )
+    if given.get("rotary_base") == 0:
+        raise UsageError(
+            f"{where}: rotary_base must be above 0, such as 10000: leave it out where it is not known"
+        )
 
 
 def _known(name: str) -> str | None:
@@ -151,7 +195,7 @@ def check_field(key: str, value: Any, where: str) -> None:
         wanted, fits = "a whole number", isinstance(value, int) and not isinstance(value, bool)
     if not fits:
         raise UsageError(f"{where}: {key} must be {wanted}, not {value!r}")
-    if isinstance(value, int | float) and value < 0 and key != "window_layers":
+    if isinstance(value, int | float) and value < 0:
         raise UsageError(f"{where}: {key} must not be negative, not {value}")
 
 

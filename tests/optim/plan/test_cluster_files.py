@@ -150,6 +150,22 @@ OWN = '[device]\nname = "new"\nmemory = "48 GiB"\nmemory_bandwidth = "1 TB/s"\nf
             'device = "A100"\nbetween = { bandwidth = "1 GB/s", kind = "rocee" }\n',
             r"cluster\.toml: between: no kind of link is called 'rocee' \(did you mean 'roce'",
         ),
+        (
+            'device = "A100"\nbetween = "1 Mb/s"\n',
+            "between: '1 Mb/s' is no bandwidth of a device or a link, but 125000",
+        ),
+        (
+            'device = "A100"\nbetween = { bandwidth = "400 b/s" }\n',
+            "bandwidth: '400 b/s' is no bandwidth of a device",
+        ),
+        ('device = "A100"\nhost_link = "64 B/s"\n', "host_link: '64 B/s' is no bandwidth"),
+        (
+            '[device]\nlike = "H100"\nmemory_bandwidth = "1 B/s"\n',
+            "memory_bandwidth: '1 B/s' is no bandwidth",
+        ),
+        ('device = "A100"\nsource = 3\n', "source must be text, not 3"),
+        ('device = "A100"\nname = ""\n', "name must be a name of one line, not ''"),
+        ('[device]\nlike = "A100"\nname = "x\\ny"\n', r"\[device\]: name must be a name of one line"),
         ("device = 3\n", "device must be a name or a table"),
         ('device = "A100"\nnodes = 0\n', "nodes must be a whole number of at least 1"),
         ('device = "A100"\nnode = 2\n', "did you mean 'nodes'"),
@@ -176,6 +192,16 @@ def test_files_that_make_no_cluster_are_refused_in_one_line(tmp_path: Path, text
     with pytest.raises(TrineError, match=message) as caught:
         cluster_of(path)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_slow_links_are_taken_and_a_file_may_begin_with_a_mark(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        'name = "slow"\ndevice = "A100"\nbetween = "100 Mb/s"\nsource = "here"\n', encoding="utf-8-sig"
+    )
+    cluster = cluster_of(path)
+    assert cluster.between is not None
+    assert (cluster.name, cluster.between.bandwidth) == ("slow", Bandwidth(12.5e6))
 
 
 def test_one_node_of_ones_own_device_cannot_grow_without_a_link(tmp_path: Path) -> None:

@@ -131,6 +131,17 @@ SHORT = "layers = 4\nhidden = 64\nheads = 4\nvocab = 100\nsequence = 32\n"
         ("layers = ", "is not TOML"),
         (SHORT, "has no ffn"),
         ("layers = 4\n", "has no hidden"),
+        (SHORT + "ffn = 256\nexperts = 0\nexperts_per_token = 2\n", "experts_per_token 2 is of experts, and"),
+        (SHORT + "expert_ffn = 1024\n", "model.toml: expert_ffn 1024 is of experts, and there are none"),
+        ('like = "llama3-8b"\nwindow_layers = -5\n', "window_layers must not be negative, not -5"),
+        ('like = "llama3-8b"\nwindow_layers = 5\n', "window_layers 5 see a window, and there is none"),
+        ('like = "llama3-8b"\nrotary_base = 0\n', "rotary_base must be above 0, such as 10000"),
+        ('like = "llama3-8b"\nsequence_is_most = true\n', "no key 'sequence_is_most'"),
+        ('like = "llama3-8b"\nsource = 3\n', "source must be text, not 3"),
+        ('like = "llama3-8b"\naliases = 3\n', "aliases must be a list of names, not 3"),
+        ('like = "llama3-8b"\nname = ""\n', "name must be a name of one line, not ''"),
+        ('like = "llama3-8b"\nname = "x\\ny"\n', "name must be a name of one line"),
+        ('like = "llama3-8b"\nname = 3\n', "name must be text, not 3"),
         (SHORT + "ffn = 256\nhiden = 3\n", "did you mean 'hidden'"),
         (SHORT + 'ffn = "wide"\n', "ffn must be a whole number, not 'wide'"),
         (SHORT + "ffn = 2.5\n", "ffn must be a whole number"),
@@ -159,6 +170,36 @@ def test_files_that_cannot_be_planned_are_refused_in_one_line(
     with pytest.raises(TrineError, match=message) as caught:
         workload_of(path)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    assert str(caught.value).count(str(path)) == 1
+
+
+def test_what_a_table_says_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text('like = "mixtral-8x7b"\nname = "ours"\nsource = "here"\naliases = ["x"]\nexperts = 4\n')
+    assert (workload_of(path).name, workload_of(path).experts_per_token) == ("ours", 2)
+    path.write_text(
+        'like = "mixtral-8x7b"\nexperts = 0\n'
+    )  # what else is the known model's is not the file's to say
+    assert not workload_of(path).is_mixture
+    path.write_text('like = "llama3-8b"\nwindow = 64\nwindow_layers = 5\nrotary_base = 1e6\n')
+    assert (workload_of(path).window_layers, workload_of(path).rotary_base) == (5, 1e6)
+
+
+def test_the_mark_that_editors_begin_a_file_with_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text('like = "llama3-8b"\n', encoding="utf-8-sig")
+    assert workload_of(path).layers == 32
+    config = tmp_path / "config.json"
+    small = {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "vocab_size": 160,
+        "n_positions": 96,
+    }
+    config.write_text(json.dumps(small), encoding="utf-8-sig")
+    assert workload_of(config).layers == 3
 
 
 @pytest.mark.parametrize(
