@@ -90,9 +90,14 @@ class Layout:
         return self.size("pipeline", "expert", "context", "tensor") > 1
 
     @property
+    def exchanges_in_modules(self) -> bool:
+        """Whether ranks exchange what modules compute, so that none can recompute one alone."""
+        return self.size(*IN_MODULES) > 1
+
+    @property
     def meets_in_modules(self) -> bool:
         """Whether ranks wait for each other inside of modules: all must call the same ones equally often."""
-        return self.gathers or self.size(*IN_MODULES) > 1
+        return self.gathers or self.exchanges_in_modules
 
     @property
     def meets_in_forward(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import started_ranks
 import torch
+from refusals import refusal_of
 from torch import nn
 
 import trine
@@ -35,6 +36,17 @@ def batch_of(seed: int, size: int = 4, length: int = 16) -> Any:
     return ids[:, :-1], ids[:, 1:]
 
 
+class Nested(nn.Module):
+    """A model in one module, which so holds all that is sharded on its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.inner(*arguments, **named)
+
+
 class Failing:
     """A loss function that raises once when it is told to, before or after the model is called."""
 
@@ -54,6 +66,8 @@ class Failing:
 
 def engine_of(changes: dict[str, Any], loss_fn: Any = loss_of) -> Any:
     model = model_for(changes)
+    if "inner" in changes.get("checkpointing.modules", ()):
+        model = Nested(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return trine.optimize(model, optimizer, trine.Config().with_changes(changes), loss_fn=loss_fn)
 
@@ -96,3 +110,20 @@ def on_two_ranks(function: str, *arguments: Any) -> list[Any]:
     return started_ranks.on_ranks(
         2, globals()[function], *arguments, timeout_s=90.0, collective_timeout_s=60, grace_s=0.0
     )
+
+
+def lengths(rank: int, changes: dict[str, Any], of_rank: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Losses on batches of so many tokens a sample, how many modules each step recomputed, and what the engine says."""
+    torch.manual_seed(rank)
+    engine = engine_of(changes)
+    losses, recomputed = [], []
+    for step, length in enumerate(of_rank[rank]):
+        losses.append(float(engine.train_step(batch_of(10 * step + engine.data_rank, 2, length))))
+        recomputed.append(engine._assembly.metrics.get("checkpointing/modules", lambda: 0.0)())
+    engine.close()
+    return {"losses": losses, "recomputed": recomputed, "effects": [str(each) for each in engine.effects]}
+
+
+def refused(rank: int, changes: dict[str, Any]) -> str:
+    """What is said to these changes."""
+    return refusal_of(lambda: engine_of(changes).close())

@@ -6,8 +6,8 @@ twice that, as it has two matrix products for each of the forward's), and at the
 as a block does. All ranks then choose by the same figures, the largest of any, since a block
 that one rank recomputes and another keeps would leave the collectives within it unanswered.
 
-A larger batch than any before is counted anew, and scheduled at once; its times are the first ones, grown as its
-operations did.
+A larger batch than any before is counted anew, and scheduled when :class:`~.recompute_plan.Plan` says; its times are the
+first ones, grown as its operations did.
 """
 
 from __future__ import annotations
@@ -79,14 +79,13 @@ class ScheduledPlan(Plan):
 
     # --- counting ------------------------------------------------------------------------------
 
-    def meet(self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Before each forward of a block."""
-        measured_before = self._is_measuring
-        super().meet(region, arguments, named)
-        if self._is_measuring and not measured_before:
-            self._costs, self._addresses, self._shared_bytes = {}, {}, 0
-            for each in self._regions:
-                each.active, each.moves = False, True
+    def _forget_measured(self) -> None:
+        super()._forget_measured()
+        self._costs, self._addresses, self._shared_bytes = {}, {}, 0
+
+    def _save_least(self) -> None:
+        for each in self._regions:
+            each.active, each.moves = False, True
 
     def watching(
         self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -156,9 +155,9 @@ class ScheduledPlan(Plan):
         """Choose, set the regions, say so. A larger batch that does not fit is run with the least memory, and logged."""
         figures = self._figures()
         blocks, end_bytes = figures.blocks, figures.end_bytes
-        links = self._measured_links(blocks)
+        links = self._measured_links(figures)
         most, least = _kept_bytes(blocks, end_bytes), _least_bytes(blocks, links, end_bytes)
-        budget = self._budget(least, most)
+        budget = self._least_of_ranks(self._budget(least, most))
         found = self._fastest(figures, links, budget)
         if found is None:
             logger.warning("a larger batch came. %s", self._refusal(budget, len(blocks), least))
@@ -198,7 +197,11 @@ class ScheduledPlan(Plan):
             first, flops = self._agreed_times.get(block.name, (0, 1))
             took = first * self._measured[block.name].flops // max(flops, 1)
             grown.append(replace(block, forward_ns=took, backward_ns=2 * took))
-        return _Figures(grown, end_bytes, self._tail_ns)
+        figures = _Figures(grown, end_bytes, self._tail_ns, self._largest_tensor())
+        if self._together is None:
+            return figures
+        gathered = self._gathered(grown, end_bytes)[tuple(block.name for block in grown)]
+        return replace(gathered, tail_ns=self._tail_ns)
 
     def _set(self, blocks: Sequence[Block], link: Link, chosen: Schedule) -> None:
         self.schedule = chosen
@@ -221,7 +224,7 @@ class ScheduledPlan(Plan):
         if self._key != "checkpointing.budget_bytes":
             return  # "auto" always has what the least choice needs
         for figures in self._gathered(self._blocks(), self._outside_bytes()).values():
-            links = self._windowed(Link(0.0, 0.0, 0.0, 0, 0), figures.blocks)
+            links = self._windowed(Link(0.0, 0.0, 0.0, 0, 0), figures)
             least = _least_bytes(figures.blocks, links, figures.end_bytes)
             budget = self._budget(least, _kept_bytes(figures.blocks, figures.end_bytes))
             if least > budget:
@@ -256,7 +259,7 @@ class ScheduledPlan(Plan):
 
     def _gathered(self, blocks: list[Block], end_bytes: int) -> dict[tuple[str, ...], _Figures]:
         """Of every set of blocks that ranks have, as with a pipeline's stages: the largest figures of those ranks."""
-        mine = (blocks, end_bytes, self._times.get(_TAIL, 0))
+        mine = (blocks, end_bytes, self._times.get(_TAIL, 0), self._largest_tensor())
         found: list[Any] = [mine]
         if self._ranks > 1:
             found = [None] * self._ranks
@@ -266,22 +269,33 @@ class ScheduledPlan(Plan):
             by_names.setdefault(tuple(block.name for block in each[0]), []).append(each)
         return {names: _largest(ranks) for names, ranks in by_names.items()}
 
-    def _measured_links(self, blocks: Sequence[Block]) -> list[Link]:
+    def _largest_tensor(self) -> int:
+        return max((costs.largest_bytes for costs in self._costs.values()), default=0)
+
+    def _least_of_ranks(self, size: int) -> int:
+        """What is free is another number on each rank."""
+        if self._ranks == 1 or (self._is_decided and self._together is None):
+            return size
+        found: list[Any] = [None] * self._ranks
+        torch.distributed.all_gather_object(found, size)
+        return int(min(found))
+
+    def _measured_links(self, figures: _Figures) -> list[Link]:
         """One for each window that is worth trying."""
         host = self._saved.host
         assert host is not None
         if self._link is None:
-            size = max((block.moved_bytes for block in blocks), default=0)
+            size = max((block.moved_bytes for block in figures.blocks), default=0)
             self._link = self._agreed_link(
                 host.measured_link(min(max(size, _SMALLEST_PROBE), _LARGEST_PROBE))
             )
-        return self._windowed(self._link, blocks)
+        return self._windowed(self._link, figures)
 
-    def _windowed(self, link: Link, blocks: Sequence[Block]) -> list[Link]:
+    def _windowed(self, link: Link, figures: _Figures) -> list[Link]:
         host = self._saved.host
         assert host is not None
-        largest = max((costs.largest_bytes for costs in self._costs.values()), default=0)
-        sizes = host.windows(largest, max((block.moved_bytes for block in blocks), default=0))
+        most = max((block.moved_bytes for block in figures.blocks), default=0)
+        sizes = host.windows(figures.largest_bytes, most)
         return [replace(link, window_bytes=max(link.window_bytes, size), device_bytes=size) for size in sizes]
 
     def _agreed_link(self, link: Link) -> Link:
@@ -305,6 +319,7 @@ class _Figures:
     blocks: list[Block]
     end_bytes: int
     tail_ns: tuple[int, int]
+    largest_bytes: int  # of one saved tensor
 
 
 @dataclass(slots=True)
@@ -374,18 +389,19 @@ class _Clock:
 _TAIL = "what follows the last block"
 
 
-def _largest(ranks: Sequence[tuple[list[Block], int, int]]) -> _Figures:
+def _largest(ranks: Sequence[tuple[list[Block], int, int, int]]) -> _Figures:
     """Each figure at its largest over ranks that have the same blocks."""
     merged = []
-    for same in zip(*(blocks for blocks, _, _ in ranks), strict=True):
+    for same in zip(*(blocks for blocks, *_ in ranks), strict=True):
         figures = {
             each.name: max(getattr(block, each.name) for block in same)
             for each in fields(Block)
             if each.name != "name"
         }
         merged.append(Block(name=same[0].name, **figures))
-    tail_ns = max(tail for _, _, tail in ranks)
-    return _Figures(merged, max(end for _, end, _ in ranks), (tail_ns, 2 * tail_ns))
+    tail_ns = max(tail for _, _, tail, _ in ranks)
+    ends = max(end for _, end, _, _ in ranks)
+    return _Figures(merged, ends, (tail_ns, 2 * tail_ns), max(size for *_, size in ranks))
 
 
 def _kept_bytes(blocks: Sequence[Block], end_bytes: int) -> int:

@@ -6,6 +6,10 @@ parameters and without what is saved anyway. Then candidates are recomputed in t
 peak fits. No compiler takes part, so dropout repeats its numbers: PyTorch's own ``activation_memory_budget`` draws new
 ones under ``torch.compile`` and corrupts gradients.
 
+A larger batch than any before is measured anew, and decided on at once by the rank that met it. Where candidates hold
+exchanges between ranks none may change its choice alone: at an update's end all learn of it and recompute every
+candidate, until each rank has measured one as large as it met; then, at an update's end again, they decide together.
+
 The peak is the larger of two: the end of the forward, when everything kept is alive, and the moment in backward when a
 module has been recomputed, when what was kept before it is alive together with all that it saves.
 """
@@ -115,6 +119,9 @@ class Plan:
         self._is_measuring = True
         self._is_decided = False
         self._largest = 0  # elements of a candidate's arguments
+        self._larger = 0  # of those that are still to be measured
+        self._together: torch.device | None = None  # where ranks tell each other, if they change together
+        self._is_renewing = False  # everything is recomputed on all ranks, until larger batches were measured
         self._measured: dict[str, Measured] = {}
         self._end_bytes = 0
         for region in regions:
@@ -145,11 +152,61 @@ class Plan:
         """Before each forward of a candidate: a larger batch than any before is measured anew."""
         if self._is_measuring or not self._is_decided:
             return
-        if _elements(arguments, named) > self._largest:
-            self._is_measuring = True
-            self._measured = {}
-            for each in self._regions:
-                each.active = True
+        size = _elements(arguments, named)
+        if size <= max(self._largest, self._larger):
+            return
+        if self._together is None:
+            self._begin_measuring()
+            return
+        self._larger = size
+        if self._is_renewing:  # nothing changes by it: all is recomputed
+            self._begin_measuring()
+        else:
+            logger.warning(
+                "a larger batch came (%d numbers into %s; %d before): this step is run as was chosen before it, and may "
+                "save more than is allowed; ranks change their choice together, at its end",
+                size,
+                region.name,
+                self._largest,
+            )
+
+    def decide_together(self, device: torch.device) -> None:
+        """From now on no rank changes its choice alone: candidates hold exchanges between ranks."""
+        self._together = device
+
+    def renew(self, stepped: bool) -> None:
+        """At each update's end, on all ranks: where a larger batch came to any of them they begin, or end, to measure."""
+        if self._together is None or not self._is_decided:
+            return
+        held = torch.tensor(int(self._larger > 0), device=self._together)
+        torch.distributed.all_reduce(held, op=torch.distributed.ReduceOp.MAX)
+        is_needed = bool(held)
+        if is_needed and not self._is_renewing:
+            self._is_renewing = True
+            if self._larger:
+                self._begin_measuring()
+            else:
+                self._save_least()
+            self._told(
+                f"a larger batch came to a rank: all ranks run {len(self._regions)} modules with the least memory until "
+                "batches as large were measured"
+            )
+        elif self._is_renewing and not is_needed:
+            self._is_renewing = False
+            self.decide()
+
+    def _begin_measuring(self) -> None:
+        self._is_measuring = True
+        self._forget_measured()
+        self._save_least()
+
+    def _forget_measured(self) -> None:
+        self._measured = {}
+
+    def _save_least(self) -> None:
+        """As the first forward ran."""
+        for each in self._regions:
+            each.active = True
 
     def watching(
         self, region: Region, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -237,9 +294,10 @@ class Plan:
         """What all ranks recompute, and the most that any needs; ``None`` where it does not fit on one of them.
 
         Their first batches may differ in size, and a rank that refused alone would leave the others waiting. Every rank
-        takes its first decision at the same place; later ones, for a larger batch, are a rank's own.
+        takes its first decision at the same place; later ones, for a larger batch, are a rank's own unless
+        :meth:`decide_together` was called.
         """
-        if self._ranks == 1 or self._is_decided:
+        if self._ranks == 1 or (self._is_decided and self._together is None):
             return chosen, least
         found: list[Any] = [None] * self._ranks
         torch.distributed.all_gather_object(found, (chosen, least))
@@ -250,11 +308,16 @@ class Plan:
     def _forward_ended(self) -> None:
         if not self._is_measuring or not self._measured:
             return
+        if self._largest < self._larger:  # ranks wait for one as large as was met
+            self._forget_measured()
+            return
         self._is_measuring = False
+        self._larger = 0
         self._end_bytes = self._saved.held_bytes
         for measured in self._measured.values():
             measured.references.clear()
-        if self._decides_at_once or self._is_decided:
+        decides_later = self._is_decided and self._together is not None
+        if (self._decides_at_once or self._is_decided) and not decides_later:
             self.decide()
 
     #: False: somebody calls :meth:`decide` later, when more is known.

@@ -81,6 +81,7 @@ def check(config: Config, facts: Facts) -> None:
             f'checkpointing.mode = "{config.checkpointing.mode}" and parallel.pipeline cannot be combined: it measures one '
             'micro-batch at a time, and a stage has several in flight. Use checkpointing.mode = "full" or "selective"'
         )
+    _check_alone(config, facts)
     found = _targets(config, facts.model)
     _check_own_checkpoints(facts.model)
     from trine.optim.runtime.checkpointed import normalisations
@@ -101,6 +102,20 @@ def check(config: Config, facts: Facts) -> None:
             f'checkpointing.mode = "{config.checkpointing.mode}" with offload.activations and compute.compile cannot be '
             "combined: what compiled blocks save cannot be told apart by block. Drop compute.compile, or use "
             'checkpointing.mode = "full"'
+        )
+
+
+def _check_alone(config: Config, facts: Facts) -> None:
+    """Two measurements that wait for each other: ranks that exchange within blocks choose anew at a step's end alone."""
+    from trine.optim.techniques.accumulation import plan_of
+
+    layout, mode = facts.layout, config.checkpointing.mode
+    cut = plan_of(config, layout.data_ranks)
+    if mode in _DECIDES and layout.exchanges_in_modules and cut is not None and cut.automatic:
+        raise UsageError(
+            f'{cut.key} = "auto" and checkpointing.mode = "{mode}" cannot be combined under {layout.hybrid_key()}, where '
+            "blocks hold exchanges between ranks: a choice made for a small trial would stay for the whole step. Write a "
+            'number of samples, or use checkpointing.mode = "full" or "selective"'
         )
 
 
@@ -245,7 +260,7 @@ def _decide_by_measurement(assembly: Assembly, regions: list[Region]) -> None:
     plan: Plan
     ranks = assembly.facts.ranks
     if assembly.config.offload.activations != "none":
-        _decide_with_offload(assembly, regions, told)
+        plan = _decide_with_offload(assembly, regions, told)
     elif wanted.mode == "budget":
         budget = int(wanted.budget_bytes or 0)
         plan = recompute_plan.Plan(regions, saved, lambda least, most: budget, KEYS[4], told, ranks)
@@ -261,6 +276,7 @@ def _decide_by_measurement(assembly: Assembly, regions: list[Region]) -> None:
                 plan.decide()
 
         assembly.after_step.append(after_first_step)
+    assembly.finish.append(lambda done: _change_together(done, plan, regions))
     assembly.effects.append(
         Effect(
             KEYS[0],
@@ -271,7 +287,22 @@ def _decide_by_measurement(assembly: Assembly, regions: list[Region]) -> None:
     )
 
 
-def _decide_with_offload(assembly: Assembly, regions: list[Region], told: Callable[[str], None]) -> None:
+def _change_together(assembly: Assembly, plan: Plan, regions: list[Region]) -> None:
+    """Where a rank that recomputes a module alone would wait in it for the others."""
+    from torch.distributed.fsdp import FSDPModule
+
+    layout = assembly.facts.layout
+    gathers = layout.gathers and any(
+        isinstance(module, FSDPModule) and module is not region.module
+        for region in regions
+        for module in region.module.modules()
+    )
+    if layout.exchanges_in_modules or gathers:
+        plan.decide_together(assembly.facts.device)
+        assembly.after_update.append(plan.renew)
+
+
+def _decide_with_offload(assembly: Assembly, regions: list[Region], told: Callable[[str], None]) -> Plan:
     from trine.optim.runtime.activation_plan import ScheduledPlan
     from trine.optim.runtime.saved_tensors import saved_tensors_of
 
@@ -289,6 +320,7 @@ def _decide_with_offload(assembly: Assembly, regions: list[Region], told: Callab
     )
     assembly.after_step.append(plan.step_ended)
     assembly.metrics["offload/moved_modules"] = lambda: float(sum(bool(region.moves) for region in regions))
+    return plan
 
 
 def _pause_compilation(assembly: Assembly) -> Callable[[], None]:

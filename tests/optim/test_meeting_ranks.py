@@ -112,3 +112,87 @@ def test_out_of_memory_is_not_run_again_where_others_wait(
 def test_replicas_run_again_what_ran_out_of_memory(two_ranks: RankPool) -> None:
     for said in two_ranks.run("meeting_cases:skipping", AUTO, [0, 1], True):
         assert said == ["trained"] * 4
+
+
+# --- what is recomputed ------------------------------------------------------------------------
+
+#: Tokens a sample in each step: rank 0's grow.
+GROWING, STEADY = [16, 16, 32, 32, 32], [16] * 5
+ROOM = {"checkpointing.mode": "budget", "checkpointing.budget_bytes": 10**9}
+
+
+def choices(ranks: RankPool, changes: dict[str, Any], lengths: list[list[int]]) -> list[dict[str, Any]]:
+    """By rank; the losses are those of the same ranks without recomputation."""
+    plain = {
+        key: value
+        for key, value in changes.items()
+        if key.partition(".")[0] not in ("checkpointing", "offload")
+    }
+    expected = ranks.run("meeting_cases:lengths", plain, lengths)
+    found = ranks.run("meeting_cases:lengths", changes, lengths)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    return found
+
+
+def test_a_larger_batch_of_one_rank_is_decided_on_by_all(two_ranks: RankPool) -> None:
+    steady = choices(two_ranks, {**EXPERT, **ROOM}, [STEADY, STEADY])
+    grown = choices(two_ranks, {**EXPERT, **ROOM}, [GROWING, STEADY])
+    for each in steady:
+        assert each["recomputed"] == [0] * 5
+        assert not any("a larger batch came" in effect for effect in each["effects"])
+    for each in grown:  # all in the step that measures what came in the one before
+        assert each["recomputed"] == [0, 0, 2, 0, 0]
+        assert any(
+            "a larger batch came to a rank: all ranks run 2 modules" in said for said in each["effects"]
+        )
+
+
+def test_all_recompute_until_a_batch_as_large_was_measured(two_ranks: RankPool) -> None:
+    for each in choices(two_ranks, {**EXPERT, **ROOM}, [[16, 32, 16, 16, 32], STEADY]):
+        assert each["recomputed"] == [0, 2, 2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "more", [{"offload.activations": "cpu"}, {"checkpointing.budget_bytes": 500_000}], ids=["moved", "tight"]
+)
+def test_ranks_choose_alike_whatever_is_chosen(two_ranks: RankPool, more: dict[str, Any]) -> None:
+    lengths = [[16, 16, 16, 16, 32, 32, 32], [16] * 7]
+    first, second = choices(two_ranks, {**EXPERT, **ROOM, **more}, lengths)
+    assert first["recomputed"] == second["recomputed"]
+    decided = [[effect for effect in each["effects"] if "allowed" in effect] for each in (first, second)]
+    assert [len(effects) for effects in decided] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [TENSOR, CONTEXT], ids=["tensor", "context"])
+def test_ranks_of_one_batch_change_together(two_ranks: RankPool, changes: dict[str, Any]) -> None:
+    for each in choices(two_ranks, {**changes, **ROOM}, [GROWING, GROWING]):
+        assert each["recomputed"] == [0, 0, 2, 0, 0]
+
+
+def test_modules_that_hold_shards_of_their_own_change_together(two_ranks: RankPool) -> None:
+    changes = {"zero.stage": 3, "checkpointing.modules": ["inner"], **ROOM}
+    for each in choices(two_ranks, changes, [GROWING, STEADY]):
+        assert each["recomputed"] == [0, 0, 1, 0, 0]
+
+
+def test_a_rank_whose_blocks_exchange_nothing_decides_alone(two_ranks: RankPool) -> None:
+    for changes in (REPLICAS, {"zero.stage": 3}):
+        for each in choices(two_ranks, {**changes, **ROOM}, [GROWING, STEADY]):
+            assert each["recomputed"] == [0] * 5
+            assert not any("a larger batch came" in effect for effect in each["effects"])
+
+
+@pytest.mark.parametrize("mode", ["budget", "auto"])
+def test_two_measurements_are_refused_where_blocks_exchange(two_ranks: RankPool, mode: str) -> None:
+    wanted = {**ROOM, **AUTO, "checkpointing.mode": mode}
+    if mode == "auto":
+        del wanted["checkpointing.budget_bytes"]
+    for said in two_ranks.run("meeting_cases:refused", {**EXPERT, **wanted}):
+        assert (
+            f'accumulation.micro_batch = "auto" and checkpointing.mode = "{mode}" cannot be combined' in said
+        )
+        assert "under parallel.expert" in said
+        assert "\n" not in said
+    assert two_ranks.run("meeting_cases:refused", wanted) == ["not refused"] * 2
