@@ -37,8 +37,8 @@ _NEAREST: tuple[tuple[str, str, float], ...] = (
     (r"ascend.*910_?b", "A100-SXM-80GB", 1.0),
     (r"ascend", "A100-SXM-40GB", 1.0),
     (r"max 1550|ponte ?vecchio|\bpvc\b", "A100-SXM-80GB", 1.0),
-    (r"a100", "A100-SXM-80GB", 1.0),
-    (r"h100", "H100-SXM-80GB", 1.0),
+    (r"(?<![a-z\d])a100(?!\d|.*\bmig\b)", "A100-SXM-80GB", 1.0),
+    (r"(?<![a-z\d])h100(?!\d|.*\bmig\b)", "H100-SXM-80GB", 1.0),
 )
 _NOTHING = re.compile(
     r"(?:unknown|none|n\.?/?a\.?|not (?:stated|listed|said|reported|published)|-+|–|—|\?+)?", re.IGNORECASE

@@ -126,6 +126,8 @@ def test_layers_come_from_parameters_where_nobody_says_them() -> None:
         ({"hidden": ""}, "no hidden"),
         ({"n_gpus": ""}, "no n_gpus"),
         ({"gpu": "Abacus 3000"}, "Abacus 3000"),
+        ({"gpu": "A100 MIG 1g.10gb"}, "MIG"),
+        ({"gpu": "RTX A1000"}, "A1000"),
         ({"step_time_s": ""}, "no truth"),
         ({"precision": "fp8"}, "no peak for fp8"),
         ({"tp": "", "pp": "", "mbs": ""}, "no layout"),
@@ -211,6 +213,8 @@ def test_links_that_say_little_are_the_devices_usual_ones(
         ({"gpu": "B200", "gpu_mem_gb": "192"}, "B200", 180, ""),
         ({"gpu": "GH200-120GB"}, "GH200 96GB", 96, ""),
         ({"gpu": "p4d.24xlarge"}, "A100 SXM4 40GB", 40, "p4d.24xlarge as A100-SXM-40GB"),
+        ({"gpu": "A100 (Azure ND96amsr)"}, "A100 SXM4 80GB", 80, ""),
+        ({"gpu": "A100 Azure ND96amsr"}, "A100 SXM4 80GB", 80, "A100 Azure ND96amsr as A100-SXM-80GB"),
         ({"gpu": "Ascend 910B", "gpu_mem_gb": "64"}, "A100 SXM4 80GB", 64, "Ascend 910B as"),
     ],
 )
