@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from hypothesis import strategies as st
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 from trine.optim.config import Config
 from trine.optim.exports import Exported, Written, write
 from trine.optim.exports._reading import exported_of_layout
+from trine.optim.plan.cluster_files import cluster_of
+from trine.optim.plan.cluster_json import cluster_to_dict
 from trine.optim.plan.constants import stack_named
-from trine.optim.plan.layouts import COMPRESSIONS, OFFLOADS, PRECISIONS, SCHEDULES
+from trine.optim.plan.layouts import COMPRESSIONS, OFFLOADS, PRECISIONS, SCHEDULES, Layouts
 from trine.optim.plan.workload import LatentAttention, Workload
 
 DENSE = Workload(
@@ -47,6 +50,26 @@ MIXTURE = Workload(
     shared_experts=1,
     dense_layers=3,
 )
+
+
+def plan_of(
+    *rows: dict[str, Any],
+    model: Workload = MIXTURE,
+    software: str = "megatron-core",
+    devices: int = 64,
+    **changes: Any,
+) -> dict[str, Any]:
+    """A plan for 64 sequences a step as its file has it, each row with every column; ``changes`` replace whole parts."""
+    plan = {
+        "schema": "trine.plan/1",
+        "workload": asdict(model),
+        "cluster": cluster_to_dict(cluster_of("dgx-h100", devices)),
+        "stack": {"name": software},
+        "options": {"global_batch": 64, "memory_headroom": 0.1, "pins": {"zero_stage": [0, 1, 3]}},
+        "rows": [{"layout": {**Layouts.of().row(0), **row}, "step_s": 1.0} for row in rows],
+    }
+    return plan | changes
+
 
 _POWERS = st.sampled_from([1, 2, 4, 8])
 
@@ -176,6 +199,7 @@ __all__ = [
     "flags_of",
     "layout_rows",
     "named",
+    "plan_of",
     "sayable",
     "write",
 ]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trine.optim.config import Config
 from trine.optim.exports._exported import Exported
 from trine.optim.exports._from_layout import checked_row, config_of
-from trine.optim.plan.cluster import Cluster
-from trine.optim.plan.cluster_json import cluster_from_dict
-from trine.optim.plan.constants import Stack, stack_named
+from trine.optim.exports._planned import problem_of, require_complete, require_kept
+from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import Layouts
 from trine.optim.plan.workload import Workload
-from trine.optim.plan.workload_files import check_field, latent_from_table
 from trine.record.errors import UnreadableInput, UsageError
 
 __all__ = ["SCHEMA", "exported_from", "exported_of_layout"]
@@ -92,22 +90,23 @@ def _of_plan(plan: Mapping[str, Any], where: str, row: int) -> Exported:
     layout = chosen.get("layout") if isinstance(chosen, Mapping) else None
     if not isinstance(layout, Mapping):
         raise UnreadableInput(f"{where}: row {row} has no layout")
-    cluster = plan.get("cluster")
-    per_node = cluster.get("devices_per_node") if isinstance(cluster, Mapping) else None
-    if per_node is not None and (not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1):
-        raise UnreadableInput(f"{where}: devices_per_node of its cluster is {per_node!r}, no whole number")
+    at = f"{where}: row {row}"
     try:
-        workload = _workload(plan.get("workload"))
-        exported = exported_of_layout(layout, workload, per_node, _stack(plan.get("stack")))
-        exported = replace(exported, cluster=_cluster(cluster), headroom=_headroom(plan.get("options")))
+        own = Layouts.of(**checked_row(layout))
+        require_complete(layout)
+        at = where
+        problem = problem_of(plan)
+        at = f"{where}: row {row}"
+        _require_as_planned(own, plan)
+        require_kept(own, problem, chosen.get("stage_layers"))
     except UsageError as error:
-        raise UnreadableInput(f"{where}: {error}") from error
-    _require_as_planned(Layouts.of(**checked_row(layout)), plan, f"{where}: row {row}")
-    return exported
+        raise UnreadableInput(f"{at}: {error}") from error
+    exported = exported_of_layout(layout, problem.workload, problem.cluster.devices_per_node, problem.stack)
+    return replace(exported, cluster=problem.cluster, headroom=problem.headroom)
 
 
-def _require_as_planned(layout: Layouts, plan: Mapping[str, Any], where: str) -> None:
-    """Raises ``UnreadableInput`` where a row was changed by hand, and no longer makes the plan's devices or its batch."""
+def _require_as_planned(layout: Layouts, plan: Mapping[str, Any]) -> None:
+    """Raises ``UsageError`` where a row was changed by hand, and no longer makes the plan's devices or its batch."""
     own = {"devices": int(layout.devices[0]), "global_batch": int(layout.global_batch[0])}
     made = {
         "devices": ("data", "context", "tensor", "pipeline"),
@@ -117,52 +116,7 @@ def _require_as_planned(layout: Layouts, plan: Mapping[str, Any], where: str) ->
         planned = table.get(name) if isinstance(table, Mapping) else None
         if planned is not None and planned != own[name]:
             spelled = " x ".join(f"{column} {layout[column][0]}" for column in made[name])
-            raise UnreadableInput(
-                f"{where} has {spelled} = {own[name]}, and its plan is for {name.replace('_', ' ')} {planned}: plan anew with "
+            raise UsageError(
+                f"its layout has {spelled} = {own[name]}, and its plan is for {name.replace('_', ' ')} {planned}: plan anew with "
                 "--pin, in place of changing it by hand"
             )
-
-
-def _cluster(table: Any) -> Cluster | None:
-    """None where the plan does not hold all of it: written by hand, or by an earlier release."""
-    if not isinstance(table, Mapping) or "memory_bytes_per_s" not in table:
-        return None
-    return cluster_from_dict(table)
-
-
-def _headroom(table: Any) -> float:
-    """Of a device's memory; none where the plan does not say."""
-    share = table.get("memory_headroom", 0.0) if isinstance(table, Mapping) else 0.0
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise UsageError(f"memory_headroom of its options is {share!r}, no share from 0 to below 1")
-    return float(share)
-
-
-def _stack(table: Any) -> Stack | None:
-    """None where the plan does not say its software, or names one that is not known here."""
-    name = table.get("name") if isinstance(table, Mapping) else None
-    try:
-        return stack_named(str(name))
-    except UsageError:
-        return None
-
-
-def _workload(table: Any) -> Workload | None:
-    """As ``dataclasses.asdict`` wrote it."""
-    if table is None:
-        return None
-    if not isinstance(table, Mapping):
-        raise UsageError("its workload is no table")
-    known = {each.name for each in fields(Workload)}
-    unknown = sorted(str(name) for name in table if name not in known)
-    if unknown:
-        raise UsageError(f"a workload has no {unknown[0]!r}")
-    given = {key: value for key, value in table.items() if key != "latent" or value is not None}
-    for key, value in given.items():
-        check_field(key, value, "its workload")
-    missing = [each.name for each in fields(Workload) if each.default is MISSING and each.name not in given]
-    if missing:
-        raise UsageError(f"its workload has no {missing[0]}")
-    if "latent" in given:
-        given["latent"] = latent_from_table(given["latent"], "its workload")
-    return Workload(**given)

@@ -14,7 +14,7 @@ from other_tools import run_with
 
 from trine.optim.config import Config
 from trine.optim.exports import Exported, exported_from, write
-from trine.optim.exports._reading import SCHEMA, exported_of_layout
+from trine.optim.exports._reading import exported_of_layout
 
 
 def flags(exported: Exported) -> dict[str, str]:
@@ -85,13 +85,9 @@ def test_each_column(row: dict[str, Any], expected: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("stack", "is_short"), [("megatron-core", True), ("megatron-lm-2023", False)])
 def test_gradients_are_as_wide_as_the_plan_counted_them(tmp_path: Path, stack: str, is_short: bool) -> None:
-    plan = {
-        "schema": SCHEMA,
-        "stack": {"name": stack},
-        "rows": [{"layout": {"data": 8, "bucket_bytes": 2**22}}],
-    }
+    row = {"data": 8, "microbatches": 8, "bucket_bytes": 2**22}
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan))
+    path.write_text(json.dumps(cases.plan_of(row, model=cases.DENSE, software=stack, devices=8)))
     written = write("megatron", exported_from(path))
     found = cases.flags_of(written.text)
     assert ("--grad-reduce-in-bf16" in found) is is_short
