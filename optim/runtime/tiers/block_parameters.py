@@ -29,6 +29,7 @@ from trine.optim.runtime.host_memory import Copier, CudaCopier
 from trine.optim.runtime.tiers.faults import Faults
 from trine.optim.runtime.tiers.files import DamagedTier, Region, TierFile
 from trine.optim.runtime.tiers.slots import is_dense
+from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Facts
@@ -61,6 +62,23 @@ class _Held:
     def bytes(self) -> int:
         """Of the parameter."""
         return self.home.numel() * self.home.element_size()
+
+    def follow(self) -> None:
+        """Where a program put another tensor in the parameter's place (``parameter.data = …``), that is its home now.
+
+        Raises ``UsageError`` for one that lies on disk: its place there cannot follow.
+        """
+        given = self.parameter.data
+        if given.data_ptr() == self.home.data_ptr() or not given.numel():
+            return
+        if self.region is not None:
+            raise UsageError(
+                f"{self.region.name}: its .data was replaced by another tensor, while offload.parameters has its values in a file: "
+                "write them in place, parameter.copy_(…) under torch.no_grad()"
+            )
+        home = given if given.device.type == "cpu" and given.is_contiguous() else given.to("cpu").contiguous()
+        self.home = home.pin_memory() if self.home.is_pinned() and not home.is_pinned() else home
+        self.parameter.data = self.home
 
 
 @dataclass(slots=True, eq=False)
@@ -207,8 +225,13 @@ class BlockParameters:
             self._threads = None  # also when the process ends, when no thread starts any more
         self._closing = True
         for block in self._blocks:
-            self._fetch(block)
             _AWAY.discard(block.module)
+            try:
+                self._fetch(block)
+            except (
+                UsageError
+            ) as error:  # its step was refused, or there is none to come: the program keeps what it put there
+                logger.error("%s", error)
 
     # --- hooks ---------------------------------------------------------------------------------
 
@@ -277,6 +300,8 @@ class BlockParameters:
         self._arrive(block)
 
     def _start(self, block: _Block) -> None:
+        for held in block.held:
+            held.follow()
         block.is_coming = True
         self._here_bytes += block.bytes
         self._most_bytes = max(self._most_bytes, self._here_bytes)

@@ -198,7 +198,11 @@ class Region:
     def _compare(self, start: int, end: int, data: torch.Tensor) -> None:
         wanted = self._sums.get((start, end))
         if wanted is not None and wanted != checksum_of(data):
-            raise self._failed("is not what was written there: the disk or its file is damaged", start, end)
+            unseen = ", or the program wrote to its .data, unseen (write to the parameter itself under torch.no_grad())"
+            unseen = unseen if self.key == "values" else ""
+            raise self._failed(
+                f"is not what was written there: the disk or its file is damaged{unseen}", start, end
+            )
 
     def _failed(self, what: str, start: int, end: int, error: OSError | None = None) -> DamagedTier:
         reason = "" if error is None else f": {error.strerror or error}"
