@@ -11,14 +11,19 @@ import plain_loop
 from optim_cases import batches, small_gpt
 from refusals import refusal_of
 
+from trine.record.errors import UsageError
+
 __all__ = ["causal_lm", "stranger"]
 
 TENSOR = {"parallel.tensor": 2}
 EVERYTHING = {**TENSOR, "parallel.sequence": True, "parallel.loss": True}
 
 
-def stranger(heads: int = 2, reads_heads: bool = True) -> Any:
-    """A model whose names nobody gives, with attention that reads its heads off the projection, or has them written."""
+def stranger(heads: int = 2, reads_heads: bool = True, across: str = "", dropout: float = 0.0) -> Any:
+    """A model whose names nobody gives, with attention that reads its heads off the projection, or has them written.
+
+    ``across``: what its code looks across between the layers (features, heads, slopes, tokens), which no structure shows.
+    """
     import torch
     from torch import nn
     from torch.nn import functional
@@ -34,7 +39,15 @@ def stranger(heads: int = 2, reads_heads: bool = True) -> Any:
             parts = self.into(x).view(batch, sequence, 3, -1 if reads_heads else heads, 16 // heads)
             parts = parts.permute(2, 0, 3, 1, 4)
             mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
-            return self.back(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+            if across == "heads":
+                mixed = mixed + mixed.mean(1, keepdim=True)
+            if across == "slopes":
+                count = mixed.shape[1]
+                mixed = mixed * torch.arange(1, count + 1).to(mixed).view(-1, 1, 1) / count
+            mixed = mixed.transpose(1, 2).reshape(batch, sequence, -1)
+            if across == "features":
+                mixed = functional.layer_norm(mixed, mixed.shape[-1:])
+            return self.back(mixed)
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -43,7 +56,9 @@ def stranger(heads: int = 2, reads_heads: bool = True) -> Any:
             self.mixer = Mixer()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.mixer(self.before(x))
+            if across == "tokens":
+                x = x + functional.pad(x[:, :-1], (0, 0, 1, 0))
+            return x + functional.dropout(self.mixer(self.before(x)), dropout, self.training)
 
     class Stranger(nn.Module):
         def __init__(self) -> None:
@@ -86,13 +101,13 @@ def _losses(model: Any, changes: Mapping[str, Any], loss_fn: Any, steps: int = 4
 _OWN_PLAN = {"parts.*.mixer.into": "qkv", "parts.*.mixer.back": "row", "last": "head", "tokens": "embedding"}
 
 
-def notes_of_whole_heads(rank: int) -> list[str]:
-    """What is added to PyTorch's error where attention has the whole number of heads written."""
+def looked_at(rank: int, changes: dict[str, Any], how: dict[str, Any]) -> list[str]:
+    """Refused with what, or what of the effects says that a block was not compared."""
     try:
-        _losses(stranger(reads_heads=False), {**TENSOR, "parallel.plan": _OWN_PLAN}, logits_loss)
-    except RuntimeError as error:
-        return getattr(error, "__notes__", [])
-    return ["it trained"]
+        _, engine = _losses(stranger(**how), {**changes, "parallel.plan": _OWN_PLAN}, logits_loss, steps=2)
+    except UsageError as error:
+        return [str(error)]
+    return [str(effect) for effect in engine.effects if "not compared" in str(effect)]
 
 
 def own_plan(rank: int, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
@@ -234,6 +249,8 @@ def masks(rank: int, changes: dict[str, Any]) -> dict[str, Any]:
 
         def watched(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
             result = original(x, p, training, inplace)
+            if not training:  # blocks are looked at before the first step, without dropout
+                return result
             kind = "attention" if x.dim() == 4 else "residual"
             if (
                 kind not in seen and torch._C._current_graph_task_id() == -1 and x.shape[-1] == x.shape[-2]

@@ -9,6 +9,7 @@ those where that fails. Ranks of one tensor group are given the same batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trine.optim.config import Config
@@ -89,9 +90,13 @@ def apply(assembly: Assembly) -> None:
     plans = [_plan(config, stage, is_stage=bool(assembly.parts)) for stage in assembly.stages]
     cuts = [cut for plan in plans for cut in tensor_plans.cuts_of(plan, config.parallel.sequence)]
     sizes = tensor_plans.bytes_of(cuts)
+    blocks = [block for plan in plans for block in plan.blocks]
+    unseen = _unseen(config)
+    copies = {} if unseen else tensor_plans.copies_of(blocks, facts.model)
     tensor_plans.adopt(assembly, cuts, mesh)
     for plan in plans:
         tensor_plans.carry_out(plan, settings)
+    tensor_plans.look_at(blocks, copies, cuts, mesh, settings.plain, _not_looked_at(assembly))
     step_on_shards(assembly.optimizer)
     stages = assembly.stages
     assembly.collect.append(lambda: tensor_plans.complete(stages))
@@ -101,6 +106,8 @@ def apply(assembly: Assembly) -> None:
         for stage in stages:
             assembly.closers.append(tensor_plans.plain_outputs(stage).remove)
     _tell(assembly, plans, sizes, streams is not None)
+    if unseen and blocks:
+        _not_looked_at(assembly)("blocks", f"{unseen} is set")
 
 
 # --- checks ------------------------------------------------------------------------------------
@@ -246,7 +253,24 @@ def _check_optimizer(facts: Facts) -> None:
                 )
 
 
+def _unseen(config: Config) -> str | None:
+    """The key beside which a block of one rank cannot be compared with a whole one."""
+    if config.compute.compile:
+        return "compute.compile"
+    if config.parallel.expert > 1:
+        return "parallel.expert"
+    return "parallel.context" if config.parallel.context > 1 else None
+
+
 # --- what is told ------------------------------------------------------------------------------
+
+
+def _not_looked_at(assembly: Assembly) -> Callable[[str, str], None]:
+    def tell(name: str, why: str) -> None:
+        after = "not compared with the whole block before training: trine verify compares losses"
+        assembly.effects.append(Effect(_TENSOR, name, after, why))
+
+    return tell
 
 
 def _tell(assembly: Assembly, plans: list[Plan], sizes: Any, drops: bool) -> None:

@@ -175,8 +175,35 @@ def test_a_plan_names_modules_as_the_program_does() -> None:
 
 
 def test_a_plan_over_code_with_the_whole_number_of_heads_is_explained(two_ranks: RankPool) -> None:
-    for notes in two_ranks.run("tensor_cases:notes_of_whole_heads"):
-        assert "write -1 for heads" in "".join(notes)
+    for (said,) in two_ranks.run("tensor_cases:looked_at", TENSOR, {"reads_heads": False}):
+        assert "parts.0 does not run once it is cut" in said and "write -1 for heads" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "across"),
+    [(TENSOR, "heads"), (TENSOR, "slopes"), (TENSOR, "features"), (SEQUENCE, "tokens")],
+    ids=["heads", "slopes", "features", "tokens"],
+)
+def test_code_that_looks_across_what_is_cut_is_refused_by_name(
+    changes: dict[str, Any], across: str, two_ranks: RankPool
+) -> None:
+    for (said,) in two_ranks.run("tensor_cases:looked_at", changes, {"across": across}):
+        assert "parts.0 computes something else once it is cut" in said
+        assert ("drop parallel.sequence" in said) == (across == "tokens")
+
+
+@pytest.mark.parametrize("how", [{}, {"dropout": 0.5}], ids=["plain", "dropout"])
+@pytest.mark.parametrize("changes", [TENSOR, EVERYTHING], ids=["tensor", "all"])
+def test_blocks_that_compute_the_same_are_looked_at_and_pass(
+    changes: dict[str, Any], how: dict[str, Any], two_ranks: RankPool
+) -> None:
+    assert two_ranks.run("tensor_cases:looked_at", changes, how) == [[], []]
+
+
+def test_blocks_that_were_not_compared_are_told(two_ranks: RankPool) -> None:
+    changes = {**TENSOR, "compute.compile": "blocks"}
+    for told in two_ranks.run("tensor_cases:looked_at", changes, {}):
+        assert any("compute.compile is set" in each for each in told)
 
 
 @pytest.mark.parametrize("changes", [EVERYTHING], ids=["all"])

@@ -14,6 +14,7 @@ from trine.optim.runtime.tensor_plans.carrying import Settings, carry_out
 from trine.optim.runtime.tensor_plans.cutting import adopt, bytes_of, cuts_of, require_owners
 from trine.optim.runtime.tensor_plans.gradients import complete
 from trine.optim.runtime.tensor_plans.interleaving import Interleaved, in_given_order
+from trine.optim.runtime.tensor_plans.look import copies_of, look_at
 from trine.optim.runtime.tensor_plans.loss import over_vocabulary, plain_loss, plain_outputs
 from trine.optim.runtime.tensor_plans.own import STYLES
 from trine.optim.runtime.tensor_plans.roles import Plan
@@ -30,9 +31,11 @@ __all__ = [
     "bytes_of",
     "carry_out",
     "complete",
+    "copies_of",
     "cuts_of",
     "drops",
     "in_given_order",
+    "look_at",
     "over_vocabulary",
     "plain_loss",
     "plain_outputs",

@@ -19,7 +19,7 @@ from trine.record.errors import UsageError
 if TYPE_CHECKING:
     from trine.optim.techniques._assembly import Assembly
 
-__all__ = ["Cut", "adopt", "bytes_of", "cuts_of", "require_owners"]
+__all__ = ["Cut", "adopt", "bytes_of", "cuts_of", "order_of", "require_owners"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def adopt(assembly: Assembly, cuts: Sequence[Cut], mesh: DeviceMesh) -> None:
             new = nn.Parameter(_placed(old.detach(), cut, mesh), requires_grad=old.requires_grad)
             replaced[old] = new
             of_new[id(new)] = cut
-            order = _order(cut, mesh)
+            order = order_of(cut, mesh)
             if order is not None:
                 assembly.reordered[names[id(old)]] = order.reordered
         cut.module._parameters[cut.key] = new
@@ -140,7 +140,8 @@ def adopt(assembly: Assembly, cuts: Sequence[Cut], mesh: DeviceMesh) -> None:
     replace_parameters(assembly, replaced, convert)
 
 
-def _order(cut: Cut, mesh: DeviceMesh) -> Interleaved | None:
+def order_of(cut: Cut, mesh: DeviceMesh) -> Interleaved | None:
+    """How the rows of one that holds several matrices lie over ``mesh``; ``None`` where they stay as they are."""
     if len(cut.sections) < 2 or cut.dim is None:
         return None
     return Interleaved(cut.dim, cut.sections, mesh.size())
@@ -150,7 +151,7 @@ def _placed(value: torch.Tensor, cut: Cut, mesh: DeviceMesh) -> DTensor:
     """This rank's part of what every rank has whole, in storage of its own."""
     if cut.dim is None:
         return DTensor.from_local(value.clone(), mesh, [Replicate()], run_check=False)
-    order = _order(cut, mesh)
+    order = order_of(cut, mesh)
     local = value if order is None else order.permuted(value)
     size = value.shape[cut.dim] // mesh.size()
     local = local.narrow(cut.dim, mesh.get_local_rank() * size, size)
