@@ -123,13 +123,17 @@ def _reason(error: Exception) -> str:
 
 def _countable(row: Row) -> bool:
     """Whether coverage counts the row: truth, layers and a layout are published."""
-    truth = row.number("step_time_s") or row.number("tokens_per_s_gpu")
-    layout = row.count("tp") is not None and row.count("pp") is not None
-    return bool(truth and row.count("layers") and layout)
+    try:
+        truth = row.number("step_time_s") or row.number("tokens_per_s_gpu")
+        layout = row.count("tp") is not None and row.count("pp") is not None
+        return bool(truth and row.count("layers") and layout)
+    except Missing:  # a number that is none
+        return False
 
 
 def _run(row: Row, table: str, name: str, as_stated: bool) -> Run:
     workload = workload_of_row(row)
+    row.sequence = workload.sequence
     placed = cluster_of_row(row)
     cluster, devices = placed.cluster, placed.devices
     stack = stack_of_row(row, cluster.device)
