@@ -24,6 +24,8 @@ __all__ = ["Placed", "cluster_of_row"]
 _POWER = {"hopper": 700, "ampere": 400}
 #: A stated size of memory within this share of a device's is the device's own: 94 or 96 GB, 180 or 192 GB.
 _SAME_MEMORY = 0.08
+#: Devices of one machine at most; where links reach more of them, a row that says so few speaks of trays.
+_LARGEST_SERVER = 16
 _MEMORY = re.compile(r"[\s_-]?\b\d+ ?GI?B?\b", re.IGNORECASE)
 #: Names of machines, or of devices whose makers publish no dense peaks → the nearest device, and its share of that one's peaks.
 _NEAREST: tuple[tuple[str, str, float], ...] = (
@@ -67,6 +69,9 @@ def cluster_of_row(row: Row) -> Placed:
     devices = row.needed("n_gpus") * parts
     stated = row.count("gpus_per_node")
     node = stated * parts if stated else (facts.node if facts else 8)
+    if facts is not None and facts.node > _LARGEST_SERVER >= node:
+        row.assume(f"{facts.node} devices that reach each other, of which a tray holds {node}")
+        node = facts.node
     here = min(node, devices)
     nodes = -(-devices // here)
     return Placed(

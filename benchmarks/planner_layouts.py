@@ -14,6 +14,11 @@ __all__ = ["layout_of", "zero_stage_of"]
 
 #: The day from which on a log's runs that could be in fp16 or bf16 were in bf16, as it says.
 _BF16_FROM = "02-28"
+#: Software whose stated batch is a rank's whole one, also under a pipeline (torchtitan's ``local_batch_size`` and
+#: ``pipeline_parallel_microbatch_size``).
+_CUTS_LOCAL_BATCHES = "torchtitan"
+#: Software that recomputes where a recipe asks for nothing (MaxText's ``remat_policy: full``).
+_RECOMPUTES_UNASKED = "maxtext"
 
 
 def layout_of(row: Row, workload: Workload, stack: Stack, devices: int) -> tuple[dict[str, Any], int]:
@@ -34,6 +39,8 @@ def layout_of(row: Row, workload: Workload, stack: Stack, devices: int) -> tuple
         row.assume(f"{data} data ranks, since {devices} devices are not {stated} of them")
     schedule, chunks = _schedule(row, workload, pipeline)
     micro_batch, microbatches = _batch(row, workload, data, pipeline)
+    if stack.name == _CUTS_LOCAL_BATCHES and pipeline > 1 and microbatches == 1:
+        micro_batch, microbatches = _cut(row, micro_batch, pipeline)
     batch = row.count("gbs") or data * micro_batch * microbatches
     sequence = row.number("sp")
     layout = {
@@ -92,12 +99,12 @@ def _schedule(row: Row, workload: Workload, pipeline: int) -> tuple[str, int]:
     chunks = row.count("vpp") or 1
     if pipeline == 1:
         return "1f1b", 1
-    if "zb-2p" in text or "zb-h2" in text:
+    if "zb-2p" in text or "zb2p" in text or "zb-h2" in text:
         return "zb-h2", 1
-    if "zb-1p" in text or "zb-h1" in text:
-        return "zb-h1", 1
-    if "zb-v" in text or "zbv" in text:
+    if re.search(r"zb-?v|zero.?bubble.?v\b", text):
         return "zb-v", 2
+    if re.search(r"zb-?1p|zb-?h1", text) or re.fullmatch(r"zero.?bubble|zb", text):
+        return "zb-h1", 1
     if "gpipe" in text:
         return "gpipe", 1
     if "dualpipe" in text:
@@ -143,12 +150,22 @@ def _batch(row: Row, workload: Workload, data: int, pipeline: int) -> tuple[int,
     return micro_batch, max(1, round(own / micro_batch))
 
 
+def _cut(row: Row, batch: int, pipeline: int) -> tuple[int, int]:
+    """Micro-batch, and micro-batches, of a local batch that the software itself cuts: into as many as there are stages."""
+    parts = next(count for count in range(min(pipeline, batch), 0, -1) if batch % count == 0)
+    row.assume(f"the local batch of {batch} cut into {parts} micro-batches")
+    return batch // parts, parts
+
+
 def _recompute(row: Row, workload: Workload, stack: Stack, pipeline: int) -> dict[str, Any]:
     text = row.text("recompute").lower()
     if not text:
         row.assume(f"recomputation {stack.recompute}")
         return {"recompute": stack.recompute}
-    if text.startswith(("none", "no ", "off", "false")) or text == "no":
+    if "default" in text and stack.name == _RECOMPUTES_UNASKED:
+        row.assume(f"recomputation {stack.recompute}, {stack.name}'s own")
+        return {"recompute": stack.recompute}
+    if text in ("0", "disabled") or text.startswith(("none", "no ", "off", "false")) or text == "no":
         return {"recompute": "none"}
     if "selective layer" in text:
         # Every second layer.
@@ -158,7 +175,11 @@ def _recompute(row: Row, workload: Workload, stack: Stack, pipeline: int) -> dic
         return {"recompute": "full"}
     if "selective" in text:
         return {"recompute": "selective"}
-    if "full" in text or text in ("true", "yes", "block", "uniform"):
+    if layers := re.search(r"\b(\d+) of (\d+) layers", text):
+        return {"recompute": "budget", "recomputed_layers": max(1, round(int(layers[1]) / pipeline))}
+    if re.search(r"\bsac\b|core_attn|mla_up_proj|layernorm|\bmoe_act\b", text):
+        return {"recompute": "selective"}
+    if "full" in text or "activation checkpoint" in text or text in ("true", "yes", "block", "uniform"):
         return {"recompute": "full"}
     row.assume(f"recomputation {stack.recompute} for {text!r}")
     return {"recompute": stack.recompute}

@@ -168,8 +168,8 @@ def _ranks(
     found = RankTimes(
         middle=layer.rank(middle_layers),
         ends=ends,
-        first=ends.plus(embedding.forward_s, embedding.input_s, embedding.weight_s),
-        last=ends.plus(head.forward_s, head.input_s, head.weight_s),
+        first=ends.plus(embedding.forward_s + traffic.embedding_s, embedding.input_s, embedding.weight_s),
+        last=ends.plus(head.forward_s, head.input_s + traffic.head_s, head.weight_s),
         middle_layers=middle_layers,
         message_s=traffic.message_s,
         steady_messages_s=traffic.steady_messages_s,

@@ -35,12 +35,15 @@ CODE_BYTES = {
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Seconds that are waited for. Of an average layer and micro-batch: ``forward_s`` and ``backward_s``, and by reason
-    ``tensor_s``, ``context_s``, ``expert_s``, ``gather_s``. ``message_s``: between neighbouring stages, on average.
+    ``tensor_s``, ``context_s``, ``expert_s``, ``gather_s``. ``embedding_s`` in forward and ``head_s`` in backward: what ranks that
+    share the vocabulary reduce at both ends. ``message_s``: between neighbouring stages, on average.
     ``steady_messages_s``: of a micro-batch once the pipeline is full. The rest is of a step."""
 
     forward_s: Column
     backward_s: Column
     tensor_s: Column
+    embedding_s: Column
+    head_s: Column
     context_s: Column
     expert_s: Column
     gather_s: Column
@@ -79,6 +82,8 @@ def traffic_of(
         forward_s=tensor[0] + context[0] + expert[0] + gather[0],
         backward_s=tensor[1] + context[1] + expert[1] + gather[1],
         tensor_s=tensor[0] + tensor[1],
+        embedding_s=_look_up(conditions, layouts, waits),
+        head_s=_look_up(conditions, layouts, waits) + waits.loss.reached_s(conditions),
         context_s=context[0] + context[1],
         expert_s=expert[0] + expert[1],
         gather_s=gather[0] + gather[1],
@@ -135,6 +140,13 @@ def _tensor(
     copies = conditions.expert_tensor * sizes.experts_per_token * sizes.mixture_layers / sizes.layers
     routed = copies * waits.tensor.reached_s(conditions)
     return _repeated(sizes, layouts, forward + routed, backward + routed)
+
+
+def _look_up(conditions: Conditions, layouts: Layouts, waits: Waits) -> Column:
+    """One reduction of what tensor ranks make of their parts of the vocabulary: of the embedding's output, and backward of the
+    head's input (Shoeybi et al. 2019, section 3). Nothing hides it."""
+    together = np.where(layouts["tensor"] > 1, conditions.skew_s, 0.0)
+    return np.asarray(waits.tensor.reached_s(conditions) + together)
 
 
 def _repeated(sizes: Sizes, layouts: Layouts, forward: Column, backward: Column) -> tuple[Column, Column]:

@@ -66,13 +66,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Of every layout: one reduction of a layer's output over tensor ranks; a layer's keys and values once round its
+    """Of every layout: one reduction of a layer's output over tensor ranks, and the three of the loss's maxima and sums; a layer's keys and values once round its
     ring; one all-to-all of a layer of experts; a message between stages in a node and between nodes, and the share of
     neighbours between which it leaves the node (``crossing``); a layer's weights gathered, and their gradients reduced (with replicas of a shard group); the look-up table's,
     which nothing hides; a rank's gradients synchronised, those of experts apart; a tied table's.
     ``last_bucket``: the share of gradients that the last bucket is, where buckets are given: nothing hides it."""
 
     tensor: Wait
+    loss: Wait
     context: Wait
     expert: Wait
     message_inside: Wait
@@ -156,7 +157,9 @@ def waits_of(sizes: Sizes, conditions: Conditions, layouts: Layouts) -> Waits:
     routed = (
         output / tensor * sizes.experts_per_token * sizes.load_imbalance * _copies(sizes, conditions, layouts)
     )
+    sums = wire.all_reduce(4.0 * tokens * np.ones(len(layouts)), tensor, conditions.node)
     return Waits(
+        loss=_where(tensor > 1, _times(sums, np.full(len(layouts), 3.0))),
         tensor=_where(layouts["sequence"] > 0, split, wire.all_reduce(output, tensor, conditions.node)),
         context=Wait(np.where(context > 1, (context - 1) * block.alone_s, 0.0), block.away),
         expert=_where(

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trine.optim.plan import Bandwidth, Cluster, Layouts, Link, Workload
-from trine.optim.plan.columns import Sizes
+from trine.optim.plan.columns import Conditions, Sizes
 from trine.optim.plan.constants import device_constants, stack_named, stacks
 from trine.optim.plan.devices import device_named
+from trine.optim.plan.operators import layer_times
 from trine.optim.plan.step import PARTS, predict, rank_times
-from trine.optim.plan.traffic import CODE_BYTES, layer_calls
+from trine.optim.plan.traffic import CODE_BYTES, layer_calls, traffic_of
+from trine.optim.plan.waits import waits_of
 from trine.record.errors import UsageError
 
 GPT = Workload(
@@ -284,3 +286,21 @@ def test_gradients_that_are_no_wider_than_their_code_are_not_coded() -> None:
     # Gradients of four bytes are: what is sent halves, and the device works for it.
     wide, coded, _ = step(layouts, stack="megatron-lm-2023", between=1e6).parts["exposed_gradients"]
     assert coded > wide
+
+
+def test_ranks_that_share_the_vocabulary_reduce_at_both_ends() -> None:
+    layouts = Layouts.of(tensor=[1, 2, 8], data=1, microbatches=4)
+    sizes = Sizes.of(GPT)
+
+    def ends(between_devices: float) -> tuple[np.ndarray, np.ndarray]:
+        inside = Link(Bandwidth.gigabytes_per_s(between_devices), "nvlink")
+        conditions = Conditions.of(cluster(1).with_changes(inside=inside), stack_named("megatron-lm-2022"))
+        waits = waits_of(sizes, conditions, layouts)
+        found = traffic_of(sizes, conditions, layouts, layer_times(sizes, conditions, layouts), waits)
+        return found.embedding_s, found.head_s
+
+    embedding, head = ends(300.0)
+    assert embedding[0] == head[0] == 0 and (embedding[1:] > 0).all()
+    assert (head[1:] > embedding[1:]).all()  # and what the loss sums and compares
+    slower, _ = ends(30.0)
+    assert (slower[1:] > 5 * embedding[1:]).all()
