@@ -274,15 +274,19 @@ def _zero_pipeline_words(problem: Problem, row: Mapping[str, int]) -> str:
     return f"{problem.stack.name} has no zero_stage {row['zero_stage']} beside pipeline stages"
 
 
+def _shard_stage(problem: Problem, rows: Rows) -> Mask:
+    return np.asarray((rows["shard"] == 0) | (rows["zero_stage"] > 0))
+
+
+def _shard_stage_words(problem: Problem, row: Mapping[str, int]) -> str:
+    return f"shard {row['shard']} needs a zero_stage of 1 or more"
+
+
 def _shard(problem: Problem, rows: Rows) -> Mask:
-    return np.asarray(
-        (rows["shard"] == 0) | ((rows["zero_stage"] > 0) & divides(rows["shard"], rows["data"]))
-    )
+    return np.asarray((rows["shard"] == 0) | divides(rows["shard"], rows["data"]))
 
 
 def _shard_words(problem: Problem, row: Mapping[str, int]) -> str:
-    if row["zero_stage"] == 0:
-        return f"shard {row['shard']} needs a zero_stage of 1 or more"
     return f"shard {row['shard']} does not divide data {row['data']}"
 
 
@@ -361,6 +365,7 @@ CHOICES = (
     Constraint("zero", _zero_ranks, _zero_ranks_words),
     Constraint("zero in pipelines", _zero_pipeline, _zero_pipeline_words),
     Constraint("shard", _shard, _shard_words),
+    Constraint("shard in ZeRO", _shard_stage, _shard_stage_words),
     Constraint("sequence parallelism", _split, _split_words),
     Constraint("two levels", _two_level, _two_level_words),
     Constraint("compression", _compression, _compression_words),

@@ -8,26 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
 from trine.optim.plan.columns import Column
 from trine.optim.plan.constraints import SAVED
 from trine.optim.plan.layouts import KINDS, OFFLOADED, Layouts
-from trine.optim.plan.memory import memory_of
+from trine.optim.plan.leanest import leanest
 from trine.optim.plan.plainest import plainest
 from trine.optim.plan.problem import Pins, Problem, divisors
-from trine.optim.plan.reasons import host_too_small, layout_words, too_large
+from trine.optim.plan.reasons import layout_words
 from trine.optim.plan.search import Found, Searcher
-from trine.optim.plan.space import NothingKept, savings, savings_words, shapes
+from trine.optim.plan.space import NothingKept, shapes
 from trine.record.errors import UsageError
 
-__all__ = ["distance", "leanest_words", "refusal"]
+__all__ = ["distance", "refusal"]
 
 #: As many doublings of the nodes are tried.
 _DOUBLINGS = 10
 #: Share of a device's memory that is left free where nobody says.
 _USUAL_HEADROOM = 0.1
+#: Of the distances from the pins so many are tried, the nearest first, before all at once.
+_RINGS = 8
+#: Pins of what saves memory that are given up one by one: a budget's layers go with it.
+_SAVINGS = (("recompute", "recomputed_layers"), *((name,) for name in OFFLOADED))
 
 
 def refusal(problem: Problem, reason: str) -> UsageError:
@@ -35,78 +40,107 @@ def refusal(problem: Problem, reason: str) -> UsageError:
     return UsageError(f"no layout works: {reason}; {_nearest(problem)}")
 
 
-def leanest_words(searcher: Searcher) -> str:
-    """Why nothing fits: of the leanest layout, how much it lacks and what takes most."""
-    row = int(np.argmin(searcher.leanest_bytes))
-    every, _ = savings(searcher.problem, searcher.shapes.take([row]), ("recompute", *OFFLOADED))
-    if not len(every):
-        return savings_words(searcher.problem, searcher.shapes.take([row]))
-    problem = searcher.problem
-    found = memory_of(problem.workload, problem.cluster, problem.stack, every)
-    away = found.host_bytes + found.remote_bytes
-    within = found.peak_bytes <= problem.capacity_bytes
-    if within.any():
-        return host_too_small(float(away[within].min()), problem)
-    least = int(np.argmin(found.peak_bytes))
-    categories = {name: float(column[least]) for name, column in found.parts.items()}
-    return f"the leanest layout {too_large(float(found.peak_bytes[least]), categories, problem)}"
-
-
 def _nearest(problem: Problem) -> str:
-    for free in _freed(problem):
-        try:
-            searcher = Searcher(free, shapes(free))
-        except NothingKept:
-            continue
-        found = _near(searcher, problem.pins)
-        if found is not None:
-            return f"nearest that works: {found}"
-        if not SAVED & free.pins.keys():
-            return _elsewhere(problem, float(searcher.leanest_bytes.min()))
+    free = problem
+    for several in _freed(problem):
+        near = [found for free in several if (found := _near(free, problem.pins)) is not None]
+        if near:
+            return f"nearest that works: {min(near)[1]}"
+        free = several[-1]
+        if not SAVED & free.pins.keys() and (searcher := _searcher(free)) is not None:
+            return _elsewhere(problem, searcher)
     return _nearest_batch(free)
 
 
-def _elsewhere(problem: Problem, leanest_bytes: float) -> str:
-    """Where nothing fits the devices, whatever it saves: less room left free than was asked for, more devices, shorter sequences."""
-    memory_bytes = problem.cluster.device.memory_bytes
-    if problem.headroom > _USUAL_HEADROOM and leanest_bytes <= memory_bytes * (1 - _USUAL_HEADROOM):
-        share = int((1 - leanest_bytes / memory_bytes) * 100) / 100
-        return f"nearest that works: a memory headroom of {share}"
+def _searcher(problem: Problem) -> Searcher | None:
+    """None where no layout keeps the constraints."""
+    try:
+        return Searcher(problem, shapes(problem))
+    except NothingKept:
+        return None
+
+
+def _elsewhere(problem: Problem, free: Searcher) -> str:
+    """Where nothing fits the devices, whatever it saves: less room left free than was asked for, more devices, shorter sequences.
+
+    ``free``: without the pins. They hold on more devices and with less room, before they are given up.
+    """
+    if problem.headroom > _USUAL_HEADROOM:
+        own = _searcher(problem)
+        for searcher in (free,) if own is None else (own, free):
+            if (share := _headroom(searcher)) is not None:
+                return f"nearest that works: a memory headroom of {share}"
     if problem.cluster.between is None:
         return "use a device with more memory, or give the cluster a link between nodes and more nodes"
-    # What was asked for of memory holds on more devices, before it is given up.
-    for free in _freed(problem):
-        if (found := _more_devices(free)) is not None:
+    fewer = [problem]
+    fewer += [one for several in _freed(problem) for one in several if one.pins != problem.pins]
+    for pinned in fewer:
+        if (found := _more_devices(pinned)) is not None:
             return found
     most = problem.devices * 2**_DOUBLINGS
-    shorter = _shorter(problem.without_pins())
-    return f"nothing fits up to {most} devices{': use a device with more memory' if shorter is None else '; ' + shorter}"
+    for pinned in fewer:
+        if (found := _shorter(pinned)) is not None:
+            return f"nothing fits up to {most} devices; {found}"
+    return f"nothing fits up to {most} devices: use a device with more memory"
 
 
-def _freed(problem: Problem) -> Iterator[Problem]:
-    """With fewer and fewer pins: what saves memory and what numbers are computed in, that alone, none."""
-    numbers = problem.without_pins()
-    saved = {name: values for name, values in problem.pins.items() if name in SAVED}
-    if saved:
-        layers = saved.get("recomputed_layers")
-        if layers is not None:
-            saved["recomputed_layers"] = tuple(min(count, problem.workload.layers) for count in layers)
-        yield replace(numbers, pins={**numbers.pins, **saved})
-    yield numbers
-    yield replace(problem, pins={})
-
-
-def _near(searcher: Searcher, pins: Pins) -> str | None:
-    """The fastest of those that are nearest to the pins, else of all that fit; None where nothing does."""
-    candidates = searcher.shapes.take(searcher.leanest_bytes <= searcher.problem.capacity_bytes)
-    if not len(candidates):
+def _headroom(searcher: Searcher) -> float | None:
+    """The largest, to a hundredth, with which something fits; None where that leaves less than is usual."""
+    found, memory_bytes = leanest(searcher), searcher.problem.cluster.device.memory_bytes
+    if found is None or found.needed_bytes > memory_bytes * (1 - _USUAL_HEADROOM):
         return None
-    near = distance(candidates, pins)
-    for limit in (near.min(), np.inf):
-        nearest = Searcher(searcher.problem, candidates.take(near <= limit + 1e-9))
+    return int((1 - found.needed_bytes / memory_bytes) * 100) / 100
+
+
+def _freed(problem: Problem) -> Iterator[list[Problem]]:
+    """With fewer and fewer pins: what saves memory and what numbers are computed in, ever less of what saves, none.
+
+    Problems with as many pins come together. Where a pin goes beyond the software, so may what is near to it.
+    """
+    numbers = problem.without_pins()
+    beyond = _beyond(problem)
+    groups = [names for names in _SAVINGS if problem.pins.keys() & names]
+    saved = {name: values for name, values in problem.pins.items() if name in SAVED}
+    layers = saved.get("recomputed_layers")
+    if layers is not None:
+        saved["recomputed_layers"] = tuple(min(count, problem.workload.layers) for count in layers)
+    for count in range(len(groups), -1, -1):
+        several = []
+        for chosen in combinations(groups, count):
+            names = {name for group in chosen for name in group}
+            own = {name: values for name, values in saved.items() if name in names}
+            several.append(replace(numbers, pins={**numbers.pins, **beyond, **own}))
+        yield several
+    yield [replace(problem, pins={})]
+
+
+def _beyond(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Columns that are pinned to what the software does not offer: that, and what it does; of ZeRO every stage, which are in order."""
+    found = {}
+    for name, offered in problem.abilities.choices.items():
+        codes = [KINDS[name].index(value) if name in KINDS else int(value) for value in offered]
+        if name not in SAVED and not set(problem.pins.get(name, ())) <= {*codes}:
+            every = range(4) if name == "zero_stage" else (*codes, *problem.pins[name])
+            found[name] = tuple(sorted(set(every)))
+    return {name: values for name, values in found.items() if name not in problem.without_pins().pins}
+
+
+def _near(problem: Problem, pins: Pins) -> tuple[float, str] | None:
+    """How far from the pins the nearest are that fit, and the fastest of them; None where nothing does."""
+    searcher = _searcher(problem)
+    if searcher is None:
+        return None
+    candidates = searcher.shapes.take(searcher.leanest_bytes <= problem.capacity_bytes)
+    near = distance(candidates, {name: values for name, values in pins.items() if name not in SAVED})
+    limits = np.unique(np.round(near, 6))
+    for limit in (*limits[:_RINGS], np.inf):
+        chosen = candidates.take(near <= limit + 1e-6)
+        if not len(chosen):
+            continue
+        nearest = Searcher(problem, chosen)
         found = nearest.fastest(1)
         if len(found.step_s):
-            return _spelled(nearest, found)
+            return float(limit), _spelled(nearest, found)
     return None
 
 
@@ -172,9 +206,10 @@ def _shorter(problem: Problem) -> str | None:
 
 def _fastest(problem: Problem) -> str | None:
     """Of all that fit, spelled; None where nothing does."""
-    try:
-        searcher = Searcher(problem, shapes(problem))
-    except NothingKept:
-        return None
-    found = searcher.fastest(1)
-    return _spelled(searcher, found) if len(found.step_s) else None
+    searcher = _searcher(problem)
+    found = None if searcher is None else searcher.fastest(1)
+    return (
+        _spelled(searcher, found)
+        if searcher is not None and found is not None and len(found.step_s)
+        else None
+    )

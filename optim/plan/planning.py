@@ -34,8 +34,9 @@ from trine.optim.plan.cluster import Cluster
 from trine.optim.plan.constants import Stack
 from trine.optim.plan.jitter import Interval, interval
 from trine.optim.plan.layouts import OFFLOADED, Layouts
+from trine.optim.plan.leanest import leanest_words
 from trine.optim.plan.limits import Limits, limits_of, limits_of_any
-from trine.optim.plan.nearest import leanest_words, refusal
+from trine.optim.plan.nearest import refusal
 from trine.optim.plan.plainest import plainest, plainness
 from trine.optim.plan.problem import Problem, parse_pins, parse_searched
 from trine.optim.plan.reasons import SAME, layout_words, lost_by, part_words

@@ -21,7 +21,11 @@ def _offload(problem: Problem, rows: Rows) -> Mask:
 
 
 def _offload_words(problem: Problem, row: Mapping[str, int]) -> str:
-    return f"parameter_offload needs zero_stage 3, not {row['zero_stage']}: whole parameters are used where they are"
+    ranks = row["data"] * row["context"]
+    return (
+        f"parameter_offload needs zero_stage 3, not {row['zero_stage']}, beside {ranks} ranks of data x context: whole parameters "
+        "are used where they are"
+    )
 
 
 def _host(problem: Problem, rows: Rows) -> Mask:
