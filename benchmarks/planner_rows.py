@@ -14,6 +14,7 @@ from typing import Any
 
 from planner_cells import Missing, Row
 from planner_clusters import cluster_of_row
+from planner_contradictions import check_layout
 from planner_errata import erratum_of
 from planner_layouts import layout_of
 from planner_stacks import stack_of_row
@@ -138,6 +139,7 @@ def _run(row: Row, table: str, name: str, as_stated: bool) -> Run:
     cluster, devices = placed.cluster, placed.devices
     stack = stack_of_row(row, cluster.device)
     layout, batch = layout_of(row, workload, stack, devices)
+    check_layout(row, workload, layout, batch)
     erratum = None if as_stated else erratum_of(table, str(layout["recompute"]), stack.fused_attention)
     if erratum is not None:
         layout |= erratum[0]

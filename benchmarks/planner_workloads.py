@@ -20,6 +20,10 @@ _IMBALANCE = 1.15
 _ROUNDED = 0.03
 #: Of a mixture, more parameters than this times the stated ones: its experts are narrower than what is given.
 _WIDER = 1.25
+#: What a cell says of a model without experts.
+_NO_EXPERTS = ("", "-", "–", "none", "no", "n/a", "na", "nan", "null", "false", "dense")
+#: Up to as many experts, a token meets two of them (GShard, Mixtral, Grok, Phi); of more, narrower ones it meets about eight.
+_FEW_EXPERTS = 16
 #: Sizes of a head that models have, commonest first.
 _HEAD_SIZES = (128, 64, 96, 80, 256, 160)
 
@@ -95,16 +99,37 @@ def _or_assumed(row: Row, cell: str, usual: int, words: str) -> int:
 
 
 def _mixture(row: Row, ffn: int) -> dict[str, Any]:
-    """Fields of a mixture of experts; none of a dense model."""
-    experts = row.count("experts") or 0
-    if experts <= 1:
+    """Fields of a mixture of experts; none of a dense model. Raises ``Missing`` for a mixture of no one knows how many."""
+    found = _named(row)
+    known = found if found is not None and found.is_mixture else None
+    experts = row.count("experts")
+    if experts is None and known is not None and known.hidden == row.count("hidden"):
+        experts = known.experts
+        row.assume(f"{experts} experts, as the model is published")
+    if experts is None and _says_experts(row):
+        raise Missing(f"experts {row.text('experts')[:30]!r} are no number of experts")
+    if experts is None or experts <= 1:
         return {}
     return {
         "experts": experts,
-        "experts_per_token": row.count("topk") or 1,
+        "experts_per_token": row.count("topk") or _usual_topk(row, experts, known),
         "expert_ffn": ffn,
         "load_imbalance": _imbalance(row),
     }
+
+
+def _says_experts(row: Row) -> bool:
+    """Whether a cell without a number says that there are experts."""
+    return row.text("experts").lower() not in _NO_EXPERTS and row.number("experts") is None
+
+
+def _usual_topk(row: Row, experts: int, known: Workload | None) -> int:
+    """Experts that a token meets where a row does not say how many: the known model's, or as many as such mixtures have."""
+    usual = 2 if experts <= _FEW_EXPERTS else 8
+    if known is not None and known.experts == experts:
+        usual = known.experts_per_token
+    row.assume(f"{usual} experts a token")
+    return usual
 
 
 def _as_counted(workload: Workload, row: Row) -> Workload:
