@@ -4,7 +4,8 @@
 
 Any file in the schema of the published runs is scored (by default the one of ``$TRINE_TEST_DATA``): each row is predicted or
 skipped with its reason. The step's error is |predicted/measured − 1|. Kendall's tau and the regret (time lost by trusting the
-pick) are means over groups of one model, batch and device count, of at least two layouts.
+pick) are means over groups of one model, batch and device count, of at least two layouts that took different times; a layout that
+is measured again counts once, with its mean. A dash: there is nothing to compute it from.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=Path, default=None, help="a CSV file; by default the shared one")
     parser.add_argument("--format", choices=("text", "json"), default="text")
-    parser.add_argument("--worst", type=int, default=0, metavar="N", help="also the N rows furthest off")
+    parser.add_argument("--worst", type=_rows, default=0, metavar="N", help="also the N rows furthest off")
     parser.add_argument(
         "--as-stated",
         action="store_true",
@@ -55,12 +56,21 @@ def main(argv: list[str] | None = None) -> int:
     found = score(runs, skipped)
     if options.as_stated:
         found["summary"]["near_all_peaks"] = near_all_peaks(runs)
+    if not found["summary"]["predicted"]:
+        print("no row is predicted and has a time: what is skipped says why", file=sys.stderr)
     if options.format == "json":
         print(json.dumps(_plain(found), indent=2, allow_nan=False))
     else:
         _print(found)
         _print_worst(runs, options.worst)
     return 0
+
+
+def _rows(text: str) -> int:
+    """A number of rows, as a command line says it."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of rows: say 0 or more")
+    return int(text)
 
 
 def _plain(value: Any) -> Any:
@@ -195,15 +205,28 @@ def _order(runs: Sequence[Run], predicted: Seconds, measured: Seconds) -> dict[s
     """Tau and regret over groups; not a number without any."""
     taus, regrets = [], []
     for rows in _positions(run.group for run in runs).values():
-        if len(rows) > 1:
-            taus.append(kendall_tau(predicted[rows], measured[rows]))
-            regrets.append(measured[rows][np.argmin(predicted[rows])] / measured[rows].min() - 1)
+        ours, truth = _a_layout_once([runs[row] for row in rows], predicted[rows], measured[rows])
+        if len(set(truth)) > 1:
+            taus.append(kendall_tau(ours, truth))
+            regrets.append(truth[np.argmin(ours)] / truth.min() - 1)
     known = [tau for tau in taus if not np.isnan(tau)]
     return {
         "groups": len(taus),
         "tau": float(np.mean(known)) if known else float("nan"),
         "regret": float(np.mean(regrets)) if regrets else float("nan"),
     }
+
+
+def _a_layout_once(runs: Sequence[Run], predicted: Seconds, measured: Seconds) -> tuple[Seconds, Seconds]:
+    """Predicted and measured seconds of a group, a layout once: one that is measured again counts with its mean."""
+    same = _positions(
+        (run.stack.name, *sorted(run.layout.items()), seconds)
+        for run, seconds in zip(runs, predicted, strict=True)
+    )
+    return (
+        np.asarray([predicted[rows[0]] for rows in same.values()]),
+        np.asarray([measured[rows].mean() for rows in same.values()]),
+    )
 
 
 def _sweeps(runs: Sequence[Run], predicted: Seconds, measured: Seconds) -> dict[str, Any]:
@@ -289,7 +312,7 @@ def _print(found: Mapping[str, Any]) -> None:
     for name, line in found["tables"].items():
         print(
             f"{name:34}{line['rows']:6}{line['step_error_median']:9.1%}{line['step_error_p90']:8.1%}{line['bias']:+9.1%}"
-            f"{line['groups']:8}{line['tau']:7.2f}{line['regret']:8.1%}"
+            f"{line['groups']:8}{_number(line['tau'], '7.2f')}{_number(line['regret'], '8.1%')}"
         )
     print("\nscaling: T = a·m + b over micro-batches m, measured and predicted")
     for line in found["summary"]["scaling"]:
@@ -310,7 +333,14 @@ def _print(found: Mapping[str, Any]) -> None:
             for table, count in value.items():
                 print(f"within {NEAR:.0%} of all peaks {count:5}  {table}")
         elif name != "scaling":
-            print(f"{name:32}{value:.4g}" if isinstance(value, float) else f"{name:32}{value:,}")
+            print(f"{name:32}{_number(value, '.4g') if isinstance(value, float) else f'{value:,}'}")
+
+
+def _number(value: float, form: str) -> str:
+    """A number in a form such as ``7.2f``; a dash of the same width where nothing was there to compute it from."""
+    if np.isnan(value):
+        return "–".rjust(int(form.partition(".")[0] or 0))
+    return f"{value:{form}}"
 
 
 def _print_worst(runs: Sequence[Run], count: int) -> None:

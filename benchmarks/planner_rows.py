@@ -7,7 +7,8 @@ assumed, and every assumption is kept beside the run. A row that cannot be read 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ __all__ = ["Run", "Skipped", "read_rows", "read_runs"]
 
 #: What a cell without a number says of a run that ran out of memory.
 _OUT_OF_MEMORY = ("true", "yes", "y", "oom", "out of memory", "out-of-memory", "cuda oom")
+
+#: A longer cell has swallowed other rows: notes of published runs have hundreds of characters.
+_LONGEST = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +95,26 @@ class Skipped:
 def read_runs(path: Path, *, as_stated: bool = False) -> tuple[list[Run], list[Skipped]]:
     """All rows of a CSV file in the schema of published runs; ``as_stated``: without errata. Raises ``UnreadableInput``."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
+        with path.open(encoding="utf-8-sig", newline="") as file, _cells_of_any_length():
+            reader = csv.DictReader(file)
+            columns, rows = reader.fieldnames or (), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UnreadableInput(f"{path} cannot be read as CSV: {error}") from error
-    if not rows or "hidden" not in rows[0]:
+    if "hidden" not in columns:
         raise UnreadableInput(f"{path} has no column 'hidden': a table of runs has a header and a row a run")
+    if not rows:
+        raise UnreadableInput(f"{path} has a header and no runs: add a row a run")
     return read_rows(rows, as_stated=as_stated)
+
+
+@contextmanager
+def _cells_of_any_length() -> Iterator[None]:
+    """Within, no cell is too long for the reader: a row of one is skipped, not its table."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 def read_rows(
@@ -111,10 +128,18 @@ def read_rows(
         table = row.text("table") or "runs"
         name = row.text("row_id") or f"{table}-{position + 1}"
         try:
+            _check_lengths(row)
             runs.append(_run(row, table, name, as_stated))
         except (Missing, TrineError, ValueError, ArithmeticError) as error:
             skipped.append(Skipped(table, name, _reason(error), _countable(row)))
     return runs, skipped
+
+
+def _check_lengths(row: Row) -> None:
+    """Raises ``Missing`` for a cell that holds more than one."""
+    for name, text in row.cells.items():
+        if len(text) > _LONGEST:
+            raise Missing(f"{name[:30]} has more than {_LONGEST:,} characters: is a quote left open?")
 
 
 def _reason(error: Exception) -> str:
