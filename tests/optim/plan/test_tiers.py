@@ -65,7 +65,7 @@ def test_what_travels_is_what_memory_counts(stack: str) -> None:
             if layers
         )
         # But for the compressed vectors of low-rank attention.
-        room = 0.06 if workload.latent else 0.03
+        room = 0.08 if workload.latent else 0.03
         moved = workload.layers * activation_bytes(Sizes.of(workload), conditions, layouts)
         assert moved == pytest.approx(kept, rel=room), name
 

@@ -36,6 +36,9 @@ from trine.record.errors import TrineError
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
+        ("deepseek-v2", 235_741_434_880),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
     ],
 )
 def test_known_models_have_their_published_parameters(name: str, parameters: int) -> None:
@@ -46,6 +49,8 @@ def test_known_models_have_their_published_parameters(name: str, parameters: int
     ("name", "total", "active"),
     [
         ("deepseek-v3", 671e9, 37e9),
+        ("deepseek-v2", 236e9, 21e9),
+        ("kimi-k2", 1.0264e12, 32.6e9),
         ("qwen3-235b-a22b", 235e9, 22e9),
         ("mixtral-8x7b", 46.7e9, 12.9e9),
         ("gpt3-175b", 175e9, 175e9),
@@ -73,6 +78,8 @@ def test_every_known_model_says_where_it_is_published() -> None:
         ("Qwen2.5-7B", "qwen2_5-7b"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
         ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
+        ("moonshotai/Kimi-K2-Instruct-0905", "kimi-k2"),
+        ("GPT OSS 120B", "gpt-oss-120b"),
         ("GPT-3 175B", "gpt3-175b"),
         ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
     ],
