@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 SIZE = 8
@@ -117,6 +118,38 @@ def crossing() -> Any:
             return self.head(x + kept[0])
 
     return Crossing()
+
+
+def taking(what: str) -> Any:
+    """Takes more than the hidden state past the cut, without a gradient: a mask of the embedding, a choice of the first
+    block, or the embedding itself, which is frozen. ``shape``: nothing but its shape, which every stage has.
+    """
+    import torch
+    from torch import nn
+
+    class Taking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(12, 16)
+            self.inner.requires_grad_(what != "frozen")
+            self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+            self.head = nn.Linear(16, 10)
+
+        def forward(self, x: Any) -> Any:
+            first = x = self.inner(x)
+            kept = []
+            for block in self.blocks:
+                x = block(x).tanh()
+                kept.append(x)
+            if what == "mask":
+                x = x * (first > 0)
+            if what == "choice":
+                x = x * (1 + kept[0].argmax(-1, keepdim=True) % 2)
+            if what == "frozen":
+                x = x + first
+            return self.head(x + torch.ones_like(first))
+
+    return Taking()
 
 
 def by_name() -> Any:
@@ -240,6 +273,12 @@ MODELS = {
     "vision": vision,
     "sequential": sequential,
     "skipping": skipping,
+    "mask": partial(taking, "mask"),
+    "choice": partial(taking, "choice"),
+    "frozen": partial(taking, "frozen"),
+    "shape": partial(taking, "shape"),
+    "penalty": partial(taking, "shape"),
+    "reading": partial(taking, "shape"),
     "by name": by_name,
     "late": late,
     "crossing": crossing,
@@ -248,6 +287,7 @@ MODELS = {
 
 
 _SCORES = ("detached", "detached, frozen", "sequential", "skipping", "by name", "late", "crossing", "biased")
+_SCORES += ("mask", "choice", "frozen", "shape", "penalty", "reading")
 
 
 def made(name: str) -> Any:
@@ -292,7 +332,18 @@ def loss_of_scores(model: Any, batch: Any) -> Any:
     return functional.cross_entropy(model(inputs), labels)
 
 
+def penalised(model: Any, batch: Any) -> Any:
+    return loss_of_scores(model, batch) + 1e-2 * sum((p**2).sum() for p in model.parameters())
+
+
+def reading(model: Any, batch: Any) -> Any:
+    """Reads a parameter of the first stage's."""
+    return loss_of_scores(model, batch) + model.blocks[0].weight.detach().mean()
+
+
 def loss_for(name: str, outside: bool = False) -> Any:
+    if name in ("penalty", "reading"):
+        return penalised if name == "penalty" else reading
     if name in ("vision", *_SCORES):
         return loss_of_scores
     return loss_outside if outside else loss_inside

@@ -51,12 +51,17 @@ def test_a_loss_outside_the_model_is_as_good(two_ranks: RankPool) -> None:
         assert _apart("llama", losses, True) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["skipping", "by name", "late", "biased"])
+@pytest.mark.parametrize("name", ["skipping", "by name", "late", "biased", "frozen"])
 def test_an_example_shows_what_stages_need(name: str, two_ranks: RankPool) -> None:
     """A skip past the cut, a module registered late, a table for every block, a weight used again behind them."""
     for losses, said in two_ranks.run("pipeline_cases:piped", name, {}, False, True):
         assert _apart(name, losses) < 1e-10
         assert any("equal measured cost" in effect for effect in said)
+
+
+def test_what_takes_no_more_than_a_shape_past_the_cut_is_not_refused(two_ranks: RankPool) -> None:
+    for losses, _ in two_ranks.run("pipeline_cases:piped", "shape", {}):
+        assert _apart("shape", losses) < 1e-10
 
 
 def test_a_skip_between_blocks_past_the_cut_is_refused_with_an_example(two_ranks: RankPool) -> None:
@@ -72,6 +77,10 @@ def test_a_skip_between_blocks_past_the_cut_is_refused_with_an_example(two_ranks
         ("crossing", 1, "stage 1 of 2 needs blocks.0 beside the hidden state"),
         ("biased", 1, "stage 1 of 2 needs inner, table beside the hidden state"),
         ("late", 0, "inner is registered behind the blocks and runs before them"),
+        ("mask", 1, "stage 1 of 2 uses values of inner beside the hidden state"),
+        ("choice", 1, "stage 1 of 2 uses values of blocks.0 beside the hidden state"),
+        ("penalty", 1, "the loss takes blocks.2.bias otherwise than through the model's output"),
+        ("reading", 1, "blocks.0.weight is read on a rank that has no blocks.0"),
     ],
 )
 def test_without_an_example_the_first_step_says_so_on_all_ranks(name: str, rank: int, said: str) -> None:

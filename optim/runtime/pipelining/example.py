@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -256,12 +256,30 @@ def _leaks(
     handles = [
         chain.blocks[begin].register_forward_pre_hook(cutting, with_kwargs=True) for begin in begins[1:]
     ]
+    # What frozen parameters compute is needed as well, and only a gradient shows it.
+    frozen = [each for each in model.parameters() if not each.requires_grad and each.is_floating_point()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
     try:
         outputs.append(_loss(loss_fn, model, batch))
     finally:
         for handle in handles:
             handle.remove()
-    owners = _owned(model, chain, begins, behind)
+    try:
+        needed = _needed(outputs, _owned(model, chain, begins, behind))
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    _refuse_blocks(needed, chain, len(begins))
+    if needed:
+        _refuse_dropout(model, chain, sorted(needed))
+    return {name: tuple(sorted(stages)) for name, stages in needed.items()}
+
+
+def _needed(
+    outputs: Sequence[torch.Tensor], owners: Mapping[nn.Parameter, tuple[str, set[int]]]
+) -> dict[str, set[int]]:
+    """Name of a module → the stages beside its own whose output hangs on its parameters."""
     needed: dict[str, set[int]] = {}
     for stage, output in enumerate(outputs):
         elsewhere = [
@@ -277,10 +295,7 @@ def _leaks(
         for gradient, (_, module) in zip(found, elsewhere, strict=True):
             if gradient is not None:
                 needed.setdefault(module, set()).add(stage)
-    _refuse_blocks(needed, chain, len(begins))
-    if needed:
-        _refuse_dropout(model, chain, sorted(needed))
-    return {name: tuple(sorted(stages)) for name, stages in needed.items()}
+    return needed
 
 
 def _owned(
@@ -312,8 +327,8 @@ def _refuse_blocks(needed: dict[str, set[int]], chain: Chain, stages: int) -> No
             stage = min(needing)
             raise UsageError(
                 f"parallel.pipeline: stage {stage} of {stages} needs what {name} computes beside the hidden state, as with a "
-                "skip connection, and stages hand on the hidden state alone: cut elsewhere by parallel.split, or take the "
-                "key out"
+                "skip connection, or its parameters, as with a penalty in the loss, and stages hand on the hidden state alone: cut "
+                "elsewhere by parallel.split, use the optimizer's weight_decay for a penalty, or take the key out"
             )
 
 

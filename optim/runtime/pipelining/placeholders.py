@@ -14,7 +14,7 @@ loss, reaches a witness, the model takes something past the cut, and training wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 
+class _NotHere(TrainingError, AttributeError):
+    """Something of another stage's module. ``hasattr`` and ``getattr`` with a default go on."""
+
+
 class Placeholder(nn.Module):
     """The base of all of them. ``name`` is the replaced module's, in the model that was given."""
 
@@ -49,9 +53,31 @@ class Placeholder(nn.Module):
             self, "witness", torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
         )
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises ``AttributeError`` that says where it is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            of = self.__dict__.get("name", "a module")
+            raise _NotHere(
+                f"parallel.pipeline: {of}.{name} is read on a rank that has no {of}, which another stage owns: loss functions "
+                "and the model's own code may call such modules, and not read them: take that out, or the key"
+            ) from None
+
     def zeros(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros that hang on the witness; one number is all that they take."""
+        """Zeros that hang on the witness; one number is all that they take. While there is noise, that instead."""
+        noise = self.__dict__.get("_noise")
+        if noise is not None:
+            return torch.randn(shape, generator=noise).to(self.witness.device, dtype)
         return self.witness.to(dtype).expand(shape)
+
+    def begin_noise(self) -> None:
+        """From here on it answers with noise, the same each time that this begins."""
+        object.__setattr__(self, "_noise", torch.Generator().manual_seed(1))
+
+    def end_noise(self) -> None:
+        """Zeros again."""
+        object.__setattr__(self, "_noise", None)
 
     def extra_repr(self) -> str:
         """What it stands for."""
@@ -69,12 +95,30 @@ class StandIn(Placeholder):
         shell = module.__class__.__new__(module.__class__)
         shell.__dict__.update(module.__dict__)
         shell._parameters = {}
+        object.__setattr__(self, "_shell", shell)
+        held: dict[str, torch.Tensor] = {}
+        object.__setattr__(self, "_held", held)
         for key, parameter in module._parameters.items():
             # Attributes, not parameters: code that asks for weight.dtype or weight.device finds it.
-            zeros = None if parameter is None else self.zeros(parameter.shape, parameter.dtype)
-            shell.__dict__[key] = self.__dict__[key] = zeros
-        object.__setattr__(self, "_shell", shell)
+            if parameter is not None:
+                held[key] = self.zeros(parameter.shape, parameter.dtype)
+            self._hold(key, held.get(key))
         object.__setattr__(self, "_known", {})
+
+    def begin_noise(self) -> None:
+        """Also parameters that are read off it, and what is computed of them."""
+        super().begin_noise()
+        for key, zeros in self.__dict__["_held"].items():
+            self._hold(key, self.zeros(zeros.shape, zeros.dtype))
+
+    def end_noise(self) -> None:
+        """Zeros again, those that hang on the witness."""
+        super().end_noise()
+        for key, zeros in self.__dict__["_held"].items():
+            self._hold(key, zeros)
+
+    def _hold(self, key: str, value: torch.Tensor | None) -> None:
+        self.__dict__["_shell"].__dict__[key] = self.__dict__[key] = value
 
     def __getattr__(self, name: str) -> Any:
         """What the module itself has, such as ``embedding_dim``."""
@@ -148,11 +192,17 @@ def stood_in(model: nn.Module) -> list[Placeholder]:
     return [module for module in model.modules() if isinstance(module, Placeholder)]
 
 
-def reached(output: torch.Tensor, witnesses: dict[int, str]) -> list[str]:
-    """Names of the witnesses (id of the tensor → name) that backward from ``output`` would come to."""
+def reached(
+    output: torch.Tensor, witnesses: dict[int, str], but_through: Iterable[torch.Tensor] = ()
+) -> list[str]:
+    """Names of the witnesses (id of the tensor → name) that backward from ``output`` would come to.
+
+    ``but_through``: other than by what these hang on.
+    """
     found: list[str] = []
-    waiting = [output.grad_fn]
-    seen = set(waiting)
+    seen = {each.grad_fn for each in but_through}
+    waiting = [] if output.grad_fn in seen else [output.grad_fn]
+    seen |= set(waiting)
     while waiting:
         node = waiting.pop()
         if node is None:

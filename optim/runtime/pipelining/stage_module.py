@@ -11,15 +11,17 @@ two blocks in the model's code therefore runs once, on the earlier stage.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from trine.optim.runtime.pipelining.chain import Chain
+from trine.optim.runtime.pipelining.looking import output_of, used
 from trine.optim.runtime.pipelining.placeholders import (
     Absent,
     Skipped,
@@ -118,20 +120,77 @@ class Stage(nn.Module):
                 "(batch), and engine.evaluate(batch) without gradients"
             )
         self._follow()
-        self._received = received[0] if received else None
-        self._next = 0
-        try:
-            loss = task.losses(self.model, task.pieces[position], position)
-        except _Left as left:
-            return self._checked(_sendable(left.hidden))
-        finally:
-            self._next, self._received = -1, None
+        is_looked_at = torch.is_grad_enabled() and not self._is_checked
+        with self._returned(is_looked_at) as calls:
+            try:
+                output = self._run(task, received, position)
+                has_left = False
+            except _Left as left:
+                output, has_left = _sendable(left.hidden), True
+        if is_looked_at:
+            self._is_checked = True
+            self._require_no_gradient_past_it(output)
+            if not has_left:
+                self._require_no_penalty(output, calls)
+            # Behind a whole forward: only now it is known that the loss function calls the model as one.
+            if not self.is_first and (has_left or calls):
+                self._require_no_value_past_it(task, received, position)
+        if has_left:
+            return _receivable(output)
         if not self.is_last:
             raise TrainingError(
                 f"parallel.pipeline: the loss function returned on stage {self.index} of {self.count} before the model called "
                 f"{self.chain_names[self.end]}: a pipeline runs models that call their blocks in order, each step alike"
             )
-        return self._checked(loss)
+        return _receivable(output)
+
+    def _run(self, task: Task, received: tuple[torch.Tensor, ...], position: int) -> torch.Tensor:
+        assert task.losses is not None
+        self._received = received[0] if received else None
+        self._next = 0
+        try:
+            return task.losses(self.model, task.pieces[position], position)
+        finally:
+            self._next, self._received = -1, None
+
+    @contextmanager
+    def _returned(self, is_wanted: bool) -> Iterator[list[Any]]:
+        """What the model itself returns inside, each time."""
+        calls: list[Any] = []
+        if not is_wanted:
+            yield calls
+            return
+        handle = self.model.register_forward_hook(lambda module, inputs, output: calls.append(output))
+        try:
+            yield calls
+        finally:
+            handle.remove()
+
+    def _require_no_value_past_it(
+        self, task: Task, received: tuple[torch.Tensor, ...], position: int
+    ) -> None:
+        """Raises ``TrainingError`` where what other stages compute is used without a gradient."""
+
+        def leave(_: nn.Module, arguments: Any, returned: Any) -> None:
+            found = output_of(returned)
+            raise _Left(torch.zeros(()) if found is None else found)
+
+        def run() -> torch.Tensor:
+            handle = self.model.register_forward_hook(leave)
+            try:
+                return self._run(task, received, position)
+            except _Left as left:
+                return left.hidden
+            finally:
+                handle.remove()
+
+        taken = used(self.model, stood_in(self.model), run, self._device)
+        if taken:
+            raise TrainingError(
+                f"parallel.pipeline: stage {self.index} of {self.count} uses values of {', '.join(taken)} beside the hidden "
+                "state (as a mask or a detached gate does), another stage has those, and stages hand on the hidden state "
+                "alone: compute it from the batch, cut elsewhere by parallel.split, or take the key out"
+            )
 
     def _follow(self) -> None:
         """A program may set the mode of the model that it gave, as well as that of ``engine.model``."""
@@ -198,24 +257,37 @@ class Stage(nn.Module):
             f"{expected}: a pipeline runs models that call each block once and in order"
         )
 
-    def _checked(self, output: torch.Tensor) -> torch.Tensor:
-        """What the stage returns, when it is known that nothing else should have been handed on."""
-        if not torch.is_grad_enabled():
-            return output
-        if not self._is_checked:
-            self._is_checked = True
-            witnesses = {id(each.witness): each.name for each in stood_in(self.model)}
-            witnesses |= {id(witness): name for name, witness in self._attributes.items()}
-            leaking = reached(output, witnesses)
-            if leaking:
-                raise TrainingError(
-                    f"parallel.pipeline: stage {self.index} of {self.count} needs {', '.join(leaking)} beside the hidden "
-                    "state, and another stage owns that: give trine.optimize example=batch, so that it is kept where it is "
-                    "needed, or cut elsewhere by parallel.split"
-                )
-        if not output.requires_grad:  # all frozen so far: the schedules send a gradient back nevertheless
-            output = output.detach().requires_grad_()
-        return output
+    def _require_no_penalty(self, loss: torch.Tensor, calls: list[Any]) -> None:
+        """Raises ``TrainingError`` where the loss takes parameters of this stage's blocks: it lacks those of the others."""
+        if not calls:
+            return
+        own = {
+            id(parameter): f"{block}.{name}"
+            for block in self.chain_names[self.first : self.end]
+            for name, parameter in self.model.get_submodule(block).named_parameters()
+        }
+        through = [
+            leaf for leaf in tree_leaves(calls) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        taken = reached(loss, own, through)
+        if taken:
+            raise TrainingError(
+                f"parallel.pipeline: the loss takes {taken[0]} otherwise than through the model's output, as a penalty over "
+                "model.parameters() does, and the last stage has only its own: use the optimizer's weight_decay, or take the "
+                "key out"
+            )
+
+    def _require_no_gradient_past_it(self, output: torch.Tensor) -> None:
+        """Raises ``TrainingError`` where something else than the hidden state should have been handed on."""
+        witnesses = {id(each.witness): each.name for each in stood_in(self.model)}
+        witnesses |= {id(witness): name for name, witness in self._attributes.items()}
+        leaking = reached(output, witnesses)
+        if leaking:
+            raise TrainingError(
+                f"parallel.pipeline: stage {self.index} of {self.count} needs {', '.join(leaking)} beside the hidden "
+                "state, and another stage owns that: give trine.optimize example=batch, so that it is kept where it is "
+                "needed, or cut elsewhere by parallel.split"
+            )
 
     # --- the hollow copy ---------------------------------------------------------------------------
 
@@ -329,3 +401,10 @@ def _sendable(hidden: torch.Tensor) -> torch.Tensor:
     """Contiguous, as backends send it, and no view, which schedules that split backward could not detach in place."""
     hidden = hidden.contiguous()
     return hidden.clone() if hidden._is_view() else hidden
+
+
+def _receivable(output: torch.Tensor) -> torch.Tensor:
+    """Where all is frozen so far, the schedules send a gradient back nevertheless."""
+    if torch.is_grad_enabled() and not output.requires_grad:
+        return output.detach().requires_grad_()
+    return output
