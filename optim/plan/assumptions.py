@@ -134,6 +134,11 @@ def _unsaid(problem: Problem) -> list[str]:
         found.append(
             f"learned positions: a row for each of a sequence's {workload.sequence} tokens; a checkpoint's own table may have fewer"
         )
+    if workload.multi_token_modules:
+        found.append(
+            f"without modules of multi-token prediction, of which the model has {workload.multi_token_modules}: where they are "
+            "trained, each takes about a layer and an output head more; layers"
+        )
     if problem.workload.is_mixture and problem.workload.load_imbalance == 1:
         found.append(
             "experts get equally many tokens: nobody said by how much the busiest has more; load_imbalance"

@@ -9,13 +9,11 @@ imported. A type that is not listed is refused: a wrong guess would be a wrong p
 from __future__ import annotations
 
 import difflib
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from importlib.resources import files
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from trine.optim.plan.huggingface_keys import Reading, dialect_of, is_positive, tables
 from trine.optim.plan.workload import LatentAttention, Workload
 from trine.record.errors import UsageError
 
@@ -36,6 +34,7 @@ _SIZES = (
     "shared_experts",
     "shared_ffn",
     "norms",
+    "multi_token_modules",
 )
 _SWITCHES = (
     "gated",
@@ -62,80 +61,9 @@ _WINDOWED = ("sliding_attention", "chunked_attention", "local")
 _FULL = ("full_attention", "global")
 
 
-@dataclass(frozen=True, slots=True)
-class _Dialect:
-    """A model type's table, with what it is like filled in."""
-
-    keys: Mapping[str, Sequence[str]]
-    values: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A configuration seen through its dialect. ``where`` begins messages."""
-
-    config: Mapping[str, Any]
-    dialect: _Dialect
-    where: str
-
-    def raw(self, field: str) -> Any:
-        """The first key that holds something, else the dialect's value, else None."""
-        for key in self.dialect.keys.get(field, ()):
-            value: Any = self.config
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
-            if value is not None:
-                return value
-        return self.dialect.values.get(field)
-
-    def size(self, field: str) -> int:
-        """A whole number that is not negative; 0 where nothing says. Raises ``UsageError``."""
-        value = self.raw(field)
-        if value is None:
-            return 0
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise UsageError(f"{self.where}: {self.name(field)} must be a whole number, not {value!r}")
-        return value
-
-    def number(self, field: str) -> float:
-        """A number above nought; 0 where nothing says. Raises ``UsageError``."""
-        value = self.raw(field)
-        if value is None:
-            return 0.0
-        if not _positive(value) or isinstance(value, bool):
-            raise UsageError(f"{self.where}: {self.name(field)} must be a number above 0, not {value!r}")
-        return float(value)
-
-    def needed(self, field: str) -> int:
-        """A size that must be there. Raises ``UsageError`` naming the key."""
-        value = self.size(field)
-        if self.raw(field) == 0:
-            raise UsageError(f"{self.where}: {self.name(field)} must be at least 1, not 0")
-        if not value:
-            raise UsageError(f"{self.where} has no {self.name(field)}: add it, or describe the model in TOML")
-        return value
-
-    def flag(self, field: str) -> bool:
-        """Whether a field is on. Raises ``UsageError`` for words, since "false" would be on."""
-        value = self.raw(field)
-        if isinstance(value, str):
-            raise UsageError(f"{self.where}: {self.name(field)} must be true or false, not {value!r}")
-        return bool(value)
-
-    def switch(self, field: str) -> bool:
-        """Whether the key that a field of the dialect names is on."""
-        key = self.dialect.values.get(field)
-        return key is not None and bool(self.config.get(key))
-
-    def name(self, field: str) -> str:
-        """What the configuration calls a field."""
-        keys = self.dialect.keys.get(field, ())
-        return keys[0] if keys else field
-
-
 def known_model_types() -> tuple[str, ...]:
     """What ``model_type`` may be."""
-    return tuple(sorted(_tables()))
+    return tuple(sorted(tables()))
 
 
 def workload_from_config(
@@ -157,7 +85,7 @@ def workload_from_config(
         }
     model_type = config.get("model_type")
     _refuse_what_is_no_decoder(config, model_type, where)
-    reading = _Reading(config, _dialect(str(model_type)), where)
+    reading = Reading(config, dialect_of(str(model_type)), where)
     fields: dict[str, Any] = {
         field: reading.size(field) for field in _SIZES if reading.raw(field) is not None
     }
@@ -170,14 +98,25 @@ def workload_from_config(
         "name": name or str(config.get("_name_or_path") or model_type),
         "sequence": sequence or _sequence(reading),
         "sequence_is_most": not sequence,
-        "dropout": any(_positive(config.get(key)) for key in _DROPOUTS),
+        "dropout": any(is_positive(config.get(key)) for key in _DROPOUTS),
         **_attention(reading, fields),
         **_mixture(reading, fields),
     }
     fields |= _odds_and_ends(reading, fields)
     fields |= _positions(reading, fields)
     fields |= _window(reading, fields["layers"])
-    return Workload(**fields)
+    try:
+        return Workload(**fields)
+    except UsageError as error:
+        said = () if sequence is None else ("sequence",)
+        raise UsageError(
+            f"{where}: {_in_its_words(str(error).removeprefix(fields['name'] + ': '), reading, said)}"
+        ) from None
+
+
+def _in_its_words(message: str, reading: Reading, but: Collection[str]) -> str:
+    """A message about a workload's fields with the configuration's keys in their place, ``but`` for those not from it."""
+    return re.sub(r"[a-z_]+", lambda word: word[0] if word[0] in but else reading.name(word[0]), message)
 
 
 def _refuse_what_is_no_decoder(config: Mapping[str, Any], model_type: Any, where: str) -> None:
@@ -195,8 +134,8 @@ def _refuse_what_is_no_decoder(config: Mapping[str, Any], model_type: Any, where
         raise UsageError(
             f"{where}: layers of kind {odd[0]!r} are no attention; only decoders of attention can be planned"
         )
-    if model_type not in _tables():
-        near = difflib.get_close_matches(model_type, _tables(), n=3, cutoff=0.6)
+    if model_type not in tables():
+        near = difflib.get_close_matches(model_type, tables(), n=3, cutoff=0.6)
         raise UsageError(
             f"{where}: model_type {model_type!r} is no decoder that is known"
             + (f" (near: {', '.join(near)})" if near else "")
@@ -204,14 +143,16 @@ def _refuse_what_is_no_decoder(config: Mapping[str, Any], model_type: Any, where
         )
 
 
-def _sequence(reading: _Reading) -> int:
+def _sequence(reading: Reading) -> int:
     found = reading.size("sequence")
     if not found:
-        raise UsageError(f"{reading.where} does not say how long its sequences are: give a sequence length")
+        raise UsageError(
+            f"{reading.where} does not say how long its sequences are: give a sequence length (--sequence)"
+        )
     return found
 
 
-def _attention(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _attention(reading: Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Heads of keys and values, norms of queries and keys, and latent vectors."""
     found: dict[str, Any] = {}
     if reading.flag("one_kv_head") and not reading.switch("one_kv_head_unless"):
@@ -232,36 +173,50 @@ def _attention(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
             "all": (heads + kv_heads) * head_size,
         }[norm]
     if _LATENT + "kv_rank" in reading.dialect.keys:
-        parts = ("kv_rank", "query_rank", "rope_head_size", "value_head_size")
-        sizes = {part: reading.size(_LATENT + part) for part in parts}
-        sizes["kv_rank"] = reading.needed(_LATENT + "kv_rank")
-        found["latent"] = LatentAttention(**sizes)
+        reading.needed("head_size")
+        sizes = {
+            part: reading.needed(_LATENT + part) for part in ("kv_rank", "rope_head_size", "value_head_size")
+        }
+        # Queries that are not compressed have null, as DeepSeek-V2-Lite's.
+        query_rank = reading.said(_LATENT + "query_rank", or_null=True)
+        found["latent"] = LatentAttention(query_rank=query_rank, **sizes)
         found["kv_heads"] = heads
     return found
 
 
-def _mixture(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers are dense, and that a mixture says how many experts a token visits."""
-    if not fields.get("experts"):
-        # Keys of a mixture may stand in a dense configuration, with nought experts.
+def _mixture(reading: Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers are dense, and that a mixture says how many experts it has and a token visits, and how wide they are."""
+    if not reading.dialect.keys.get("experts") or (
+        reading.raw("experts") == 0 and reading.flag("experts_or_none")
+    ):
+        # Keys of a mixture may stand in a dense configuration.
         return {"experts": 0, "experts_per_token": 0, "expert_ffn": 0, "shared_experts": 0, "shared_ffn": 0}
-    layers = fields["layers"]
-    dense = set(range(min(layers, reading.size("dense_first"))))
-    listed = reading.config.get("mlp_only_layers")
-    dense |= {layer for layer in listed if 0 <= layer < layers} if isinstance(listed, list) else set()
-    every = reading.size("mixture_every") or 1
-    mixtures = reading.config.get("moe_layers")
-    if isinstance(mixtures, list) and mixtures:
-        dense |= set(range(layers)) - set(mixtures)
-    else:
-        dense |= {layer for layer in range(layers) if (layer + 1) % every} if every > 1 else set()
-    found = {"experts_per_token": reading.needed("experts_per_token"), "dense_layers": len(dense)}
-    if "shared_ffn" in fields and not fields["shared_ffn"]:
+    found = {field: reading.needed(field) for field in ("experts", "experts_per_token")}
+    if reading.dialect.keys.get("expert_ffn"):
+        found["expert_ffn"] = reading.needed("expert_ffn")
+    found["shared_experts"] = reading.said("shared_experts", or_null=True)
+    if reading.dialect.keys.get("shared_ffn") and not reading.said("shared_ffn"):
         found["shared_experts"] = 0  # a size of nought says that there is none
-    return found
+    return found | {"dense_layers": len(_dense_layers(reading, fields["layers"]))}
 
 
-def _odds_and_ends(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _dense_layers(reading: Reading, layers: int) -> set[int]:
+    """Layers of a mixture that have none."""
+    first = reading.said("dense_first")
+    if first > layers:
+        raise UsageError(
+            f"{reading.where}: {reading.name('dense_first')} {first} is more than {reading.name('layers')} {layers}"
+        )
+    # As transformers has it, layers are listed that this model may be too short for.
+    dense = set(range(first)) | set(reading.listed("mlp_only_layers") or ()) & set(range(layers))
+    mixtures = reading.listed("moe_layers")
+    if mixtures is not None:
+        return dense | set(range(layers)) - set(mixtures)
+    every = 1 if reading.raw("mixture_every") is None else reading.needed("mixture_every")
+    return dense | {layer for layer in range(layers) if (layer + 1) % every}
+
+
+def _odds_and_ends(reading: Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Weights that few models have: a bias of the head, norms of embeddings, sinks, gates; parallel blocks' one norm."""
     hidden = fields["hidden"]
     found: dict[str, Any] = {}
@@ -286,7 +241,7 @@ def _odds_and_ends(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _positions(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _positions(reading: Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
     """ALiBi, or rotary positions with their base, the share of a head that turns, and how they are scaled."""
     if reading.flag("alibi"):
         return {"position_kind": "alibi"}
@@ -300,46 +255,38 @@ def _positions(reading: _Reading, fields: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"rotary_share": share or 1.0, "rotary_scaling": scaling.replace("default", "")}
 
 
-def _window(reading: _Reading, layers: int) -> dict[str, int]:
+def _window(reading: Reading, layers: int) -> dict[str, int]:
     """Tokens that attention looks back over, and how many layers do, also where a window holds this sequence."""
+    kinds = _kinds(reading, layers)
     window = reading.size("window")
     switched = "window_if" not in reading.dialect.values or reading.switch("window_if")
     if not window or not switched:
         return {}
-    kinds = reading.config.get("layer_types") or reading.config.get("attention_layers")
-    if isinstance(kinds, list):
-        windowed = sum(kind in _WINDOWED for kind in kinds[:layers])
+    if kinds is not None:
+        windowed = sum(kind in _WINDOWED for kind in kinds)
     elif "window_if" in reading.dialect.values:  # Qwen: the layers from this one on
-        windowed = max(0, layers - int(reading.config.get("max_window_layers") or 0))
+        if reading.config.get("max_window_layers") is None:
+            raise UsageError(f"{reading.where} has no max_window_layers: add it, or layer_types")
+        from_layer = reading.whole("max_window_layers", reading.config["max_window_layers"])
+        windowed = max(0, layers - from_layer)
     else:
         period = max(1, reading.size("window_period"))
         windowed = layers if period == 1 else layers - layers // period
     return {"window": window, "window_layers": windowed} if windowed else {}
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 0
-
-
-def _dialect(model_type: str) -> _Dialect:
-    table = _tables()[model_type]
-    base = _dialect(table["like"]) if "like" in table else _Dialect({}, {})
-    own = _flat(table.get("keys", {}))
-    keys = {field: [names] if isinstance(names, str) else list(names) for field, names in own.items()}
-    return _Dialect({**base.keys, **keys}, {**base.values, **table.get("values", {})})
-
-
-def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        if isinstance(value, dict):
-            found |= {f"{name}.{part}": inner for part, inner in value.items()}
-        else:
-            found[name] = value
-    return found
-
-
-@lru_cache(maxsize=1)
-def _tables() -> dict[str, dict[str, Any]]:
-    text = files("trine.optim.plan").joinpath("huggingface.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+def _kinds(reading: Reading, layers: int) -> list[Any] | None:
+    """What each layer attends over; None where that is not listed. Raises ``UsageError`` for a list of another length."""
+    key = next(
+        (key for key in ("layer_types", "attention_layers") if reading.config.get(key) is not None), None
+    )
+    if key is None:
+        return None
+    kinds = reading.config[key]
+    if not isinstance(kinds, list):
+        raise UsageError(f"{reading.where}: {key} must be a list, one kind a layer, not {kinds!r}")
+    if len(kinds) != layers:
+        raise UsageError(
+            f"{reading.where}: {key} lists {len(kinds)} and {reading.name('layers')} is {layers}: list one kind a layer"
+        )
+    return kinds

@@ -22,8 +22,19 @@ POSITIONS = ("learned", "rotary", "alibi", "none")
 
 #: The conventions of ``mfu`` in the design, without ``counted``, which needs a run.
 Convention = Literal["palm", "megatron", "narayanan", "6n"]
-#: Above any model that is, and below what counting in floats or weighing a stage for each layer can bear.
-_MOST_LAYERS, _LARGEST = 100_000, 10**12
+#: Far above any model that is, so that what is mistyped is refused before a search looks for devices that hold it.
+_MOST = {
+    "layers": 100_000,
+    "hidden": 1_000_000,
+    "heads": 100_000,
+    "head_size": 100_000,
+    "ffn": 10_000_000,
+    "expert_ffn": 10_000_000,
+    "experts": 1_000_000,
+    "vocab": 100_000_000,
+}
+#: Of other sizes: below what counting in floats can bear.
+_LARGEST = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class Workload:
     ``other_parameters``: what else a layer, and the model outside its layers, hold (sinks, gates, norms of embeddings).
     ``position_kind``: of :data:`POSITIONS`, "" where nobody said; of rotary ones ``rotary_base`` (0 where nobody said), the
     ``rotary_share`` of a head that turns, and how they are scaled for longer sequences (``rotary_scaling``, "" not at all).
+    ``multi_token_modules``: of multi-token prediction, which are in no count and in no time: a plan says so.
     ``sequence_is_most``: nobody said ``sequence``, and it is the longest that the model takes.
     """
 
@@ -97,6 +109,7 @@ class Workload:
     rotary_base: float = 0.0
     rotary_share: float = 1.0
     rotary_scaling: str = ""
+    multi_token_modules: int = 0
     sequence_is_most: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -121,12 +134,11 @@ class Workload:
         for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{self.name}: {name} must be at least 1, not {getattr(self, name)}")
-        if self.layers > _MOST_LAYERS:
-            raise UsageError(f"{self.name}: layers must be at most {_MOST_LAYERS}, not {self.layers}")
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, int) and value > _LARGEST:
-                raise UsageError(f"{self.name}: {each.name} must be at most {_LARGEST}, not {value}")
+            most = _MOST.get(each.name, _LARGEST)
+            if isinstance(value, int) and value > most:
+                raise UsageError(f"{self.name}: {each.name} must be at most {most}, not {value}")
         if not 1 <= self.load_imbalance <= max(self.experts, 1):
             raise UsageError(
                 f"{self.name}: load_imbalance is the busiest expert rank's share over the mean, from 1 to experts "
@@ -179,7 +191,7 @@ class Workload:
 
     def with_changes(self, **changes: Any) -> Workload:
         """A copy with other dimensions; what was derived from those that change must be given too."""
-        said = {"sequence_is_most": False} if "sequence" in changes else {}
+        said: dict[str, Any] = {"sequence_is_most": False} if "sequence" in changes else {}
         return replace(self, **said, **changes)
 
     @property

@@ -62,6 +62,14 @@ def test_a_sequence_as_long_as_the_model_takes_is_told(tmp_path: Path) -> None:
     assert not workload_of(file).with_changes(sequence=2048).sequence_is_most
 
 
+def test_modules_of_multi_token_prediction_that_are_left_out_are_told() -> None:
+    here = cluster_of("dgx-h100", devices=8)
+    for modules, told in ((1, 1), (0, 0)):
+        model = MIXTURE.with_changes(multi_token_modules=modules)
+        found = plan(model, here, global_batch=16, top=1, pins=["recompute=none"]).assumptions
+        assert sum("multi-token prediction, of which the model has 1" in text for text in found) == told
+
+
 def latencies(cluster: Cluster) -> list[str]:
     found = plan(DENSE, cluster, global_batch=16, stack="megatron-core", top=1, pins=["recompute=none"])
     return [text for text in found.assumptions if text.startswith("collectives ")]

@@ -323,12 +323,19 @@ def test_the_text_part_of_a_model_of_several_inputs_is_taken() -> None:
         (config_of(num_hidden_layers=None), "no num_hidden_layers"),
         (config_of(hidden_size="wide"), "hidden_size must be a whole number"),
         (config_of(vocab_size=-1), "vocab_size must be a whole number"),
-        (config_of(max_position_embeddings=None), "how long its sequences are"),
-        (config_of(num_attention_heads=4, num_key_value_heads=3), "must be a multiple of kv_heads"),
+        (config_of(max_position_embeddings=None), r"how long its sequences are: .* \(--sequence\)"),
+        (
+            config_of(num_attention_heads=4, num_key_value_heads=3),
+            "num_attention_heads 4 must be a multiple of num_key_value_heads 3",
+        ),
         (config_of(num_attention_heads=0), "num_attention_heads must be at least 1, not 0"),
-        (config_of(num_attention_heads=5), "hidden 64 is no multiple of heads 5: say head_size"),
+        (
+            config_of(num_attention_heads=5),
+            "json: hidden_size 64 is no multiple of num_attention_heads 5: say head_dim",
+        ),
         (config_of(tie_word_embeddings="false"), "tie_word_embeddings must be true or false, not 'false'"),
-        (config_of(num_hidden_layers=10**12), "layers must be at most 100000"),
+        (config_of(num_hidden_layers=10**12), "json: num_hidden_layers must be at most 100000"),
+        (config_of(hidden_size=10**9), "json: hidden_size must be at most 1000000, not 1000000000"),
         (config_of(model_type="mixtral", num_local_experts=4), "no num_experts_per_tok"),
         ({"model_type": "deepseek_v3", **LATENT, "kv_lora_rank": None}, "no kv_lora_rank"),
         (
