@@ -27,6 +27,9 @@ _FEW_EXPERTS = 16
 #: Sizes of a head that models have, commonest first.
 _HEAD_SIZES = (128, 64, 96, 80, 256, 160)
 
+#: Gated models came after kernels that want heads of a multiple of this.
+_EVEN = 8
+
 
 def workload_of_row(row: Row) -> Workload:
     """The model of a row. Raises ``Missing``."""
@@ -36,11 +39,11 @@ def workload_of_row(row: Row) -> Workload:
 def _described(row: Row) -> Workload:
     """From its dimensions: what has gates has the other habits of models since Llama, too."""
     hidden = row.needed("hidden")
-    heads, head_size = _heads(row, hidden)
-    kv_heads = row.count("kv_heads") or heads
     vocab = _or_assumed(row, "vocab", 51200, "vocabulary of {:,}")
     name = row.text("model")
     gated = any(word in row.text("mlp").lower() for word in ("swiglu", "geglu", "silu", "gated"))
+    heads, head_size = _heads(row, hidden, gated)
+    kv_heads = row.count("kv_heads") or heads
     usual_ffn = round(8 * hidden / 3) if gated else 4 * hidden
     ffn = _or_assumed(row, "ffn", usual_ffn, "feed-forward of {}")
     layers = row.count("layers")
@@ -63,7 +66,7 @@ def _described(row: Row) -> Workload:
     )
 
 
-def _heads(row: Row, hidden: int) -> tuple[int, int]:
+def _heads(row: Row, hidden: int, gated: bool) -> tuple[int, int]:
     """Heads, and their size where it is not hidden over heads."""
     stated = row.count("heads")
     if stated is None:
@@ -71,11 +74,13 @@ def _heads(row: Row, hidden: int) -> tuple[int, int]:
         heads = hidden // (size or 128)
         row.assume(f"{heads} heads of {size or 128}")
         return heads, 0 if size else 128
-    if hidden % stated == 0:
+    share = hidden / stated
+    if hidden % stated == 0 and not (gated and share % _EVEN):
         return stated, 0
     # No model has heads of a broken size, and whoever projects to another width takes one that kernels like.
-    size = min(_HEAD_SIZES, key=lambda each: abs(each - hidden / stated))
-    row.assume(f"heads of {size}, since {stated} of them do not divide {hidden}")
+    size = min(_HEAD_SIZES, key=lambda each: abs(each - share))
+    why = "do not divide" if hidden % stated else f"would be of {share:g} in"
+    row.assume(f"heads of {size}, since {stated} of them {why} {hidden}")
     return stated, size
 
 
@@ -164,10 +169,24 @@ def _of_narrower_experts(workload: Workload, row: Row, parameters: float) -> Wor
 
 
 def _named(row: Row) -> Workload | None:
-    """The model that is known by the row's name for it."""
+    """The model that is known by the row's name for it, with its size behind that or not ("DeepSeek V3 671B")."""
     name = re.sub(r"\(.*?\)", "", row.text("model")).replace("_", "-").strip()
+    if not name or re.search(r"[/.](toml|json)$|^[./]", name):
+        return None
+    found = _called(name)
+    size = re.search(r"[\s-]+(\d+(?:\.\d+)?)\s?([bt])$", name, re.IGNORECASE)
+    if found is None and size is not None:
+        found = _called(name[: size.start()])
+        stated = float(size[1]) * (1e12 if size[2].lower() == "t" else 1e9)
+        if found is not None and abs(found.parameters / stated - 1) > _ROUNDED:
+            return None
+    return found
+
+
+def _called(name: str) -> Workload | None:
+    """The model that is known by this name."""
     try:
-        return workload_of(name) if name and not re.search(r"[/.](toml|json)$|^[./]", name) else None
+        return workload_of(name)
     except TrineError:
         return None
 
@@ -179,7 +198,9 @@ def _known_model(row: Row) -> Workload | None:
     """
     found = _named(row)
     hidden = row.count("hidden")
-    if found is None or (hidden is not None and (found.latent is None or hidden != found.hidden)):
+    if found is None or (hidden is not None and not (_is_untold(found) and hidden == found.hidden)):
+        return None
+    if row.count("heads") not in (None, found.heads):
         return None
     stated = {"layers": "layers", "vocab": "vocab", "experts": "experts", "topk": "experts_per_token"}
     changes = {field: row.count(cell) for cell, field in stated.items() if row.count(cell)}
@@ -190,6 +211,11 @@ def _known_model(row: Row) -> Workload | None:
     row.assume(f"{row.text('model')} as it is published")
     imbalance = _imbalance(row) if found.is_mixture else 1.0
     return found.with_changes(name=row.text("model"), load_imbalance=imbalance, **changes)
+
+
+def _is_untold(workload: Workload) -> bool:
+    """Whether no cells tell the model's attention: latent, or of a window in some layers."""
+    return workload.latent is not None or 0 < workload.window_layers < workload.layers
 
 
 def _imbalance(row: Row) -> float:

@@ -21,6 +21,8 @@ _CLOSE = 0.003
 _NEAR, _NEARER = 0.35, 0.03
 #: Digits from which a stated count tells layers: 1.2 or 7 billion are a name, and a layer of few is less than they are rounded by.
 _LAYER_DIGITS = 3
+#: What sizes of heads are multiples of.
+_EVEN = 8
 #: Commonest first.
 _HEAD_SIZES = (128, 64, 256, 96, 80, 192, 160)
 
@@ -28,25 +30,35 @@ _HEAD_SIZES = (128, 64, 256, 96, 80, 192, 160)
 def reconciled(workload: Workload, parameters: float) -> tuple[Workload, str]:
     """The workload whose count is nearest to the stated parameters, and why it was changed; "" where it was not.
 
-    Tried: a head size that models have, tied or untied embeddings; where none of these agrees and three digits are stated,
-    another number of layers. Nothing is changed where the count agrees with the digits that are stated (1000 billion has
-    one), nor where no change makes it agree.
+    Tried: a head size that models have, tied or untied embeddings; where none of these agrees, embeddings that come near; where
+    they do not either and three digits are stated, another number of layers. Nothing is changed where the count agrees with the
+    digits that are stated (1000 billion has one), nor where no change makes it agree. No gated model keeps heads whose size is
+    no multiple of 8.
     """
     best, reason = workload, ""
     close = max(_CLOSE, _half_a_digit(parameters))
-    if _distance(workload, parameters) <= close:
+    if _distance(workload, parameters) <= close and _has_usual_heads(workload):
         return best, reason
     for candidates in (_left_out(workload), _other_layers(workload, parameters)):
         for changed, why in candidates:
             distance = _distance(changed, parameters)
+            if not _has_usual_heads(changed):
+                continue
             if distance <= close and (not reason or distance < _distance(best, parameters) / 2):
                 best, reason = changed, why
+        if not reason:
+            best, reason = _nearer_embeddings(workload, parameters)
         if reason:
             break
     if reason:
         said = f"{parameters / 1e9:.4g} billion parameters are stated and the dimensions given make "
         reason = f"{reason}, since {said}{workload.parameters / 1e9:.4g} billion"
     return best, reason
+
+
+def _has_usual_heads(workload: Workload) -> bool:
+    """Whether heads are of a size that kernels like, as those of all gated models are."""
+    return not workload.gated or workload.head_size % _EVEN == 0
 
 
 def _half_a_digit(parameters: float) -> float:
@@ -76,6 +88,13 @@ def _either(workload: Workload) -> tuple[tuple[Workload, str], tuple[Workload, s
     """As it is, and with its output head tied the other way."""
     other = workload.with_changes(tied_embeddings=not workload.tied_embeddings)
     return (workload, ""), (other, "tied embeddings" if other.tied_embeddings else "untied embeddings")
+
+
+def _nearer_embeddings(workload: Workload, parameters: float) -> tuple[Workload, str]:
+    """The output head tied the other way where that alone comes near: likelier than a wrong number of layers."""
+    (_, _), (other, word) = _either(workload)
+    near = _distance(other, parameters) <= _NEARER < _distance(workload, parameters)
+    return (other, word) if near and _has_usual_heads(other) else (workload, "")
 
 
 def _left_out(workload: Workload) -> Iterator[tuple[Workload, str]]:

@@ -114,3 +114,30 @@ def test_layers_stand_where_a_count_is_rounded_or_something_else_explains_it(
 ) -> None:
     for stated in billions:
         assert reconciled(workload, stated * 1e9)[0].layers == workload.layers, stated
+
+
+def _ungated(layers: int, hidden: int, heads: int) -> Workload:
+    """Of squared ReLU and a vocabulary of 256,000, as Nemotron-4 is (Parmar et al. 2024, arXiv 2402.16819)."""
+    return Workload("n", layers, hidden, heads, 4 * hidden, 256000, 4096, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("workload", "billions"),
+    [(_ungated(32, 4096, 32), (8.5, 8.54, 8.75)), (_ungated(40, 6144, 48), (21.3, 21.8))],
+)
+def test_embeddings_of_their_own_are_likelier_than_other_layers(
+    workload: Workload, billions: tuple[float, ...]
+) -> None:
+    for stated in billions:
+        found, reason = reconciled(workload, stated * 1e9)
+        assert (found.layers, found.tied_embeddings) == (workload.layers, False), stated
+        assert reason.startswith("untied embeddings, since")
+
+
+def test_no_gated_model_keeps_heads_of_an_odd_size() -> None:
+    # gpt-oss 120b: 64 heads on 2880 are of 64, not of 45, whatever the count says.
+    known = workload_of("gpt-oss-120b")
+    odd = known.with_changes(head_size=45)
+    for stated in (known.parameters, odd.parameters, 117e9):
+        assert reconciled(odd, stated)[0].head_size % 8 == 0, stated
+    assert reconciled(known, 117e9) == (known, "")
