@@ -123,6 +123,23 @@ def plain_losses(model: Any, loss_fn: Any, steps: int = 4) -> list[float]:
     return plain_loop.plain_losses(model, optimizer, batches(steps, 4), loss_fn)
 
 
+def given_apart(rank: int, changes: dict[str, Any], how: str) -> list[str]:
+    """What is said of the steps of a rank that is given another batch from the second on (width, values, or none other)."""
+    import torch
+
+    import trine
+    from trine.samples.gpt import loss_of
+
+    model = small_gpt().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = trine.optimize(model, optimizer, trine.Config().with_changes(changes), loss_fn=loss_of)
+    first, second, third = batches(3, 4)
+    other = {"width": tuple(t[:, :16] for t in second), "values": third, "none": second}[how]
+    said = refusal_of(lambda: engine.train_step(first))
+    following = refusal_of(lambda: engine.train_step(other if rank else second), closing=engine)
+    return [said, following]
+
+
 # --- a live optimizer --------------------------------------------------------------------------
 
 

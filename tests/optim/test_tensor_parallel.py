@@ -378,6 +378,14 @@ def test_rows_that_do_not_divide_are_refused(two_ranks: RankPool) -> None:
     assert two_ranks.run("tensor_cases:message", SEQUENCE, {"rows": 30}, True) == ["not refused"] * 2
 
 
+@pytest.mark.parametrize("how", ["width", "values", "none"])
+def test_ranks_that_are_given_different_batches_later_are_refused(how: str, two_ranks: RankPool) -> None:
+    for first, following in two_ranks.run("tensor_cases:given_apart", TENSOR, how):
+        assert first == "not refused"
+        expected = "not refused" if how == "none" else "call the model with different tensors (here "
+        assert expected in following
+
+
 # --- on a device -------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ shards them once more. Where rows were put into another order, ``Assembly.reorde
 
 from __future__ import annotations
 
+from trine.optim.runtime.tensor_plans.alike import look_at_inputs
 from trine.optim.runtime.tensor_plans.carrying import Settings, carry_out
 from trine.optim.runtime.tensor_plans.cutting import adopt, bytes_of, cuts_of, require_owners
 from trine.optim.runtime.tensor_plans.gradients import complete
@@ -36,6 +37,7 @@ __all__ = [
     "drops",
     "in_given_order",
     "look_at",
+    "look_at_inputs",
     "over_vocabulary",
     "plain_loss",
     "plain_outputs",
