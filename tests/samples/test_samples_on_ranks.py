@@ -71,6 +71,8 @@ def configured(program: str, name: str, ranks: int, arguments: list[str], folder
 @pytest.mark.parametrize(
     ("program", "name", "ranks", "shares", "more"),
     [
+        ("train_gpt", "gpt_3d", 8, 2, []),
+        ("train_gpt", "long_context", 4, 1, ["--positions=rotary"]),
         ("train_moe", "moe", 2, 2, ["--experts=4"]),
     ],
 )
@@ -82,6 +84,18 @@ def test_a_configuration_trains_on_its_ranks(
     plain = plainly(program, [*arguments, f"--batch={8 * shares}"], folder)
     said = configured(program, name, ranks, [*arguments, "--batch=8"], folder)
     hold(folder, said, ranks, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_a_pretrained_model_trains_on_two_tensor_ranks(folder: Path) -> None:
+    pytest.importorskip(
+        "transformers", reason="the sample's models are of transformers; install trine[transformers]"
+    )
+    arguments = [*TINY, "--kv-heads=2", "--model=llama", "--text=text", "--batch=8"]
+    plain = plainly("pretrained", arguments, folder)
+    said = configured("pretrained", "pretrained_tensor", 2, arguments, folder)
+    hold(folder, said, 2, plain)
 
 
 @pytest.mark.slow
