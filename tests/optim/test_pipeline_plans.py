@@ -258,3 +258,31 @@ def test_a_small_batch_is_evaluated_in_one_piece(changes: dict[str, Any]) -> Non
         assert [piece.shape for piece in cutter(batch)] == [(1, 32)]
     with pytest.raises(UsageError, match="a batch of 1 cannot be cut"):
         cutter(batch)
+
+
+@pytest.mark.parametrize(("ignored", "warned"), [((0, 5), 1), ((2, 2), 0)], ids=["uneven", "even"])
+def test_targets_that_are_spread_unevenly_without_a_count_are_warned_of_once(
+    ignored: tuple[int, int], warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    from trine.optim.runtime.pipelining.plan import Cutter
+
+    cutter = Cutter(_plan({"parallel.microbatches": 2}, _gpt(4)))
+    targets = torch.ones(4, 8, dtype=torch.int64)
+    for half, count in enumerate(ignored):
+        targets[2 * half, :count] = -100
+    for _ in range(2):
+        for _ in cutter((torch.zeros(4, 8, dtype=torch.int64), targets)):
+            cutter.uncounted()
+    assert caplog.text.count("hold different numbers of targets") == warned
+
+
+def test_a_tensor_that_is_no_samples_is_refused_with_what_a_pipeline_can_do() -> None:
+    import torch
+
+    from trine.optim.runtime.pipelining.plan import Cutter
+
+    cutter = Cutter(_plan({"parallel.microbatches": 2}, _gpt(4)))
+    with pytest.raises(UsageError, match=r"first dimensions \[4, 7\].*in the model or in loss_fn"):
+        cutter((torch.zeros(4, 8), torch.zeros(7)))

@@ -71,6 +71,8 @@ def _set_cutter(assembly: Assembly, plan: Plan) -> None:
     """The pipeline cuts, unless accumulation says how."""
     cutter = Cutter(plan)
     accumulation = assembly.config.accumulation
+    if accumulation.micro_batch is None:
+        assembly.uncounted = cutter.uncounted
 
     def finish(ready: Assembly) -> None:
         ready.accumulation = plan.microbatches or ready.accumulation

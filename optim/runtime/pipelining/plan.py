@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trine.optim.batches import Gathered, joined, pieces_of, size_of
+from trine.optim.batches import Divisible, Gathered, joined, pieces_of, size_of, tensors_of
 from trine.optim.runtime.pipelining.chain import Chain, chain_of
 from trine.optim.runtime.pipelining.costs import Costs, estimated
 from trine.optim.runtime.pipelining.schedules import Schedule, ideal_bubble, schedule_of
 from trine.optim.runtime.pipelining.split import equal_numbers, partition, stage_costs, stages_of_rank
+from trine.optim.runtime.sequences import IGNORED
 from trine.record.errors import UsageError
 
 if TYPE_CHECKING:
     from trine.optim.config import Config
     from trine.optim.runtime.pipelining.example import Shown
     from trine.optim.techniques._assembly import Facts
+
+logger = logging.getLogger("trine")
 
 __all__ = ["LARGEST_BUBBLE", "Plan", "chosen_microbatches", "plan_of"]
 
@@ -211,6 +215,8 @@ class Cutter:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._chosen: dict[int, int] = {}  # samples of a batch → micro-batches
+        self._uneven: torch.Tensor | None = None  # whether this batch's targets are spread unevenly
+        self._is_done = False  # looking at targets
 
     @property
     def chosen(self) -> dict[int, int]:
@@ -221,7 +227,25 @@ class Cutter:
         """A batch's micro-batches, along its first dimension."""
         if isinstance(batch, Gathered):
             batch = joined(batch.parts, "parallel.microbatches")
-        return pieces_of(batch, self._number(size_of(batch) or 0), "parallel.microbatches")
+        pieces = _pieces(batch, self._number(size_of(batch) or 0))
+        if not self._is_done and torch.is_grad_enabled():
+            self._uneven = uneven = _uneven_targets(pieces)
+            self._is_done = uneven is not None and uneven.device.type != "cpu"
+        return pieces
+
+    def uncounted(self) -> None:
+        """The loss came without a token count. Warns once where micro-batches hold different numbers of targets.
+
+        Of batches on a device the first alone is looked at, since to read the answer waits for it.
+        """
+        uneven, self._uneven = self._uneven, None
+        if uneven is not None and bool(uneven):
+            self._is_done = True
+            logger.warning(
+                "parallel.pipeline: micro-batches hold different numbers of targets that are not %d, and the mean of their "
+                "means is another loss than the batch's: have loss_fn return (mean loss, token count)",
+                IGNORED,
+            )
 
     def _number(self, size: int) -> int:
         """An evaluation runs stage after stage: what is too small for the schedule goes in one piece there."""
@@ -234,3 +258,27 @@ class Cutter:
                 return 1
             self._chosen[size] = chosen_microbatches(self._plan, size)
         return self._chosen[size]
+
+
+def _uneven_targets(pieces: list[Any]) -> torch.Tensor | None:
+    """Whether what is not ignored of some integers, per sample, differs between pieces; ``None`` where there are none."""
+    shares: list[list[torch.Tensor]] = []
+    for piece in pieces:
+        integers = [each for each in tensors_of(piece) if each.dtype == torch.int64 and each.numel()]
+        shares.append([(each != IGNORED).double().mean() for each in integers])
+    by_tensor = [torch.stack(each) for each in zip(*shares, strict=False)]
+    if len(pieces) < 2 or not by_tensor:
+        return None
+    return torch.stack([(each - each[0]).abs().max() > 1e-9 for each in by_tensor]).any()
+
+
+def _pieces(batch: Any, count: int) -> list[Any]:
+    """As accumulation has them. Raises ``UsageError`` with what can be done where the whole model never runs at once."""
+    lengths = {len(each) for each in tensors_of(batch) if each.dim()}
+    if len(lengths) > 1 and not isinstance(batch, Divisible):
+        raise UsageError(
+            f"parallel.microbatches = {count}: the batch has first dimensions {sorted(lengths)}, and is cut along the first "
+            "dimension that all its tensors share: have what is no sample's (a table, weights of classes) in the model or in "
+            "loss_fn, or repeat it for each sample"
+        )
+    return pieces_of(batch, count, "parallel.microbatches")
