@@ -72,7 +72,7 @@ class OperationTimes:
         self._peaks = peaks
         self._products: dict[tuple[bool, str], tuple[Array, Array]] = {}
         self._memory: dict[tuple[str, str], tuple[Array, Array]] = {}
-        self._links: dict[str, Link] = {}
+        self._links: dict[tuple[str, str], Link] = {}
         self._codecs: dict[str, tuple[float, float, int]] = {}
         self._units: dict[tuple[str, bool], list[tuple[int, float]]] = {}
         self.slowdown = 0.0  # seconds of computing lost a second of transfer beside it
@@ -86,7 +86,7 @@ class OperationTimes:
     def _read(self, rows: Sequence[Mapping[str, Any]]) -> None:
         products: dict[tuple[bool, str], list[tuple[list[int], float]]] = {}
         memory: dict[tuple[str, str], list[tuple[int, float]]] = {}
-        links: dict[str, list[tuple[int, float, int]]] = {}
+        links: dict[tuple[str, str], list[tuple[int, float, int]]] = {}
         for row in rows:
             operation = row["operation"]
             if operation == "product":
@@ -94,9 +94,8 @@ class OperationTimes:
                 key = (batch > 1, row["dtype"])
                 products.setdefault(key, []).append((sides, math.prod(row["shape"]) / row["seconds"]))
             elif operation in _COLLECTIVES:
-                if row.get("dtype", "fp32") != "fp32":
-                    continue  # of reductions there is a time in bf16, too
-                links.setdefault(operation, []).append((row["bytes"], row["seconds"], row["ranks"]))
+                of_link = operation, row.get("dtype", "fp32")
+                links.setdefault(of_link, []).append((row["bytes"], row["seconds"], row["ranks"]))
             elif operation == "overlap":
                 self.slowdown = float(row["slowdown"])
             elif operation == "sharded_unit":
@@ -113,9 +112,9 @@ class OperationTimes:
         for name, sizes in memory.items():
             ordered = np.array(sorted(sizes), dtype=np.float64)
             self._memory[name] = np.log(ordered[:, 0]), np.log(ordered[:, 1])
-        for operation, calls in links.items():
+        for of_link, calls in links.items():
             alpha, beta = fit_latency_bandwidth([call[0] for call in calls], [call[1] for call in calls])
-            self._links[operation] = Link(alpha, beta, calls[0][2])
+            self._links[of_link] = Link(alpha, beta, calls[0][2])
 
     # --- how sure they are ---
 
@@ -220,12 +219,15 @@ class OperationTimes:
 
     # --- between ranks ---
 
-    def link(self, operation: str) -> Link:
-        """Of a collective of the calibration's ranks. Raises ``UsageError`` where it was not calibrated."""
+    def link(self, operation: str, dtype: str = "fp32") -> Link:
+        """Of a collective of the calibration's ranks; as of fp32 where it was not calibrated in this dtype.
+
+        Raises ``UsageError`` where it was not calibrated at all.
+        """
         self.asked.add(operation)
-        if operation not in self._links:
+        if (operation, "fp32") not in self._links:
             raise UsageError(self._missing(operation))
-        return self._links[operation]
+        return self._links.get((operation, dtype), self._links[operation, "fp32"])
 
     def codec(self, name: str, ranks: int) -> tuple[float, float]:
         """(seconds to encode and decode a plain byte, plain bytes over sent bytes) between so many ranks.

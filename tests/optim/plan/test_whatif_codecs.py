@@ -39,6 +39,28 @@ def test_what_is_sent_is_as_much_faster_as_the_link() -> None:
     assert slow - fast == pytest.approx(sent * 0.9, rel=1e-3)
 
 
+def test_halves_are_summed_as_fast_as_halves_were_calibrated() -> None:
+    codec = {"operation": "codec", "dtype": "bf16", "bytes": 2**20, "seconds": 0.0, "ratio": 2.0}
+
+    def predicted(*further: dict[str, Any]) -> tuple[float, int]:
+        found = run(calibration(further=[codec, *further]))
+        return found.what_if({"communication.compression": "bf16"}).predicted.mid, gradients_bytes(found)
+
+    slow = [
+        {
+            "operation": "all_reduce",
+            "dtype": "bf16",
+            "bytes": size,
+            "seconds": ALPHA + 3 * size / BETA,
+            "ranks": 2,
+        }
+        for size in (2**10, 2**24)
+    ]
+    as_fp32, size = predicted()
+    as_halves, _ = predicted(*slow)
+    assert as_halves - as_fp32 == pytest.approx((3 - 1) * size / 2 / BETA, rel=1e-3)
+
+
 def test_more_ranks_sums_take_more_bits_in_terngrad() -> None:
     torch = pytest.importorskip("torch")
     from trine.optim.runtime.exchange.calibration import codecs_of

@@ -86,15 +86,15 @@ def _gathers_parameters(tasks: Sequence[Task]) -> bool:
     return bool(gathered) and (0 in gathered or 2 * sum(gathered) >= reduced)
 
 
-def link_of(graph: Graph, times: OperationTimes) -> Link:
-    """An all-reduce's link between as many ranks as reduce gradients together: calibrated, else the record's own, where its
-    sizes say enough.
+def link_of(graph: Graph, times: OperationTimes, dtype: str = "fp32") -> Link:
+    """An all-reduce's link between as many ranks as reduce gradients together: calibrated in ``dtype``, else the record's own,
+    where its sizes say enough.
 
     Raises ``UsageError`` where neither is known.
     """
     ranks = replicas(graph)
     try:
-        return times.link("all_reduce").among(ranks)
+        return times.link("all_reduce", dtype).among(ranks)
     except UsageError:
         pass
     found = {

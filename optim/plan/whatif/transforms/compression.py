@@ -27,6 +27,8 @@ __all__ = ["KEYS", "ORDER", "apply"]
 KEYS = ("communication.compression",)
 #: Behind what makes links faster and rings longer: no link changes what a codec takes.
 ORDER = 78
+#: Codecs that are sums of 16-bit numbers: a processor adds those more slowly, a byte, than it adds fp32.
+_HALVES = ("bf16", "fp16")
 
 
 def apply(graph: Graph, change: Change) -> Graph:
@@ -37,6 +39,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     require_exchange(graph, KEYS[0])
     require_plain(graph, KEYS[0])
     link = link_of(graph, change.times)
+    wire = link_of(graph, change.times, "bf16") if name in _HALVES else link
     codec, ratio = change.times.codec(name, replicas(graph))
     calls = CODECS[name]
 
@@ -44,7 +47,7 @@ def apply(graph: Graph, change: Change) -> Graph:
         factor = contention(step.tasks, link)
 
         def compressed(task: Task) -> Task:
-            moved = factor * (calls * link.alpha_s + task.bytes / ratio / link.bytes_per_s)
+            moved = factor * (calls * wire.alpha_s + task.bytes / ratio / wire.bytes_per_s)
             return replace(task, seconds=moved + codec * task.bytes, bytes=int(task.bytes / ratio))
 
         return [compressed(task) if is_gradient(task) else task for task in step.tasks]
