@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 __all__ = ["Missing", "Row"]
 
-_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+#: Commas part thousands; one with other than three digits behind it is a decimal one, as half the world writes it.
+_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:[.,][0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 #: A number, and the unit or multiple behind it, if any.
-_NUMBER = re.compile(rf"({_DIGITS})(?:\s?([A-Za-zµμ]+))?")
+_NUMBER = re.compile(rf"({_DIGITS})(?:\s?([A-Za-zµμ]+)(\s?tok)?)?")
 #: A sign is one at a cell's beginning alone: between numbers it makes a range, and behind a letter a name (``zero-1``).
 _NEGATIVE = re.compile(r"[~≈<>=\s]*[-−–]\s*\.?\d")
 
@@ -84,13 +85,13 @@ class Row:
         Raises ``Missing`` for one that the column cannot have.
         """
         text = self.text(name)
-        found = [self._scaled(name, *each) for each in _NUMBER.findall(text)]
+        found = _NUMBER.findall(text)
         if not found:
             return None
-        value = found[0]
+        value = self._scaled(name, *found[0])
         if len(found) >= 2 and re.search(r"\d\s*(?:-|–|\.\.|to)\s*\d", text):
             self.assume(f"{name} {text} as its middle")
-            value = (found[0] + found[1]) / 2
+            value = (value + self._scaled(name, *found[1])) / 2
         smallest, largest, what = _BOUNDS.get(name, (0.0, float("inf"), "amount"))
         if _NEGATIVE.match(text) or not (value == 0 or smallest <= value <= largest):
             raise Missing(f"{name} {text[:30]} is no {what}")
@@ -113,14 +114,14 @@ class Row:
         if text not in self.assumed:
             self.assumed.append(text)
 
-    def _scaled(self, name: str, digits: str, unit: str) -> float:
+    def _scaled(self, name: str, digits: str, unit: str, tokens: str) -> float:
         """A number with its unit or multiple."""
-        value, unit = float(digits.replace(",", "")), unit.casefold()
-        in_tokens = unit in _OF_TOKENS or unit.startswith("tok") or "token" in self.text(name).lower()
-        if name == "gbs" and in_tokens:
+        whole = re.sub(r",(?=[0-9]{3}(?![0-9]))", "", digits)
+        value, unit = float(whole.replace(",", ".")), unit.casefold()
+        if name == "gbs" and (tokens or unit in _OF_TOKENS or unit.startswith("tok")):
             return self._sequences(value * {**_BINARY, **_OF_TOKENS}.get(unit, 1.0))
         factor = _MULTIPLES.get(name, _BINARY).get(unit, 1.0)
-        if factor != 1.0:
+        if factor != 1.0 or "," in whole:
             self.assume(f"{name} {self.text(name)} as {value * factor:g}")
         return value * factor
 

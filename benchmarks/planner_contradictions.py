@@ -25,16 +25,14 @@ def check_layout(row: Row, workload: Workload, layout: Mapping[str, Any], batch:
 def _check_batch(row: Row, layout: Mapping[str, Any], batch: int) -> None:
     """Whether data ranks, micro-batches and their size make the stated batch."""
     ranks, size, steps = layout["data"], layout["micro_batch"], layout["microbatches"]
+    parts = f"{ranks} data ranks with micro-batches of {size}"
     if (ran := ranks * size * steps) != batch:
-        parts = f"{ranks} data ranks with micro-batches of {size}"
         if not 1 / _ANOTHER_RUN <= ran / batch <= _ANOTHER_RUN:
             raise Missing(f"a batch of {batch} is not one of {parts}")
         row.assume(f"{ran} sequences a step, since {batch} are not those of {parts}")
     stated, stated_size = row.count("ga"), row.count("mbs")
     if stated not in (None, steps) and stated_size in (None, size):
-        row.assume(
-            f"{steps} micro-batches a step, since {stated} of {size} on {ranks} data ranks are not {batch}"
-        )
+        row.assume(f"ga {stated} is passed over, since {parts} take {steps} for {batch}")
 
 
 def _check_experts(row: Row, workload: Workload, layout: Mapping[str, Any]) -> None:

@@ -44,6 +44,9 @@ def _described(row: Row) -> Workload:
     gated = any(word in row.text("mlp").lower() for word in ("swiglu", "geglu", "silu", "gated"))
     heads, head_size = _heads(row, hidden, gated)
     kv_heads = row.count("kv_heads") or heads
+    if heads % kv_heads:
+        row.assume(f"{heads} key-value heads, since {kv_heads} do not divide {heads} heads")
+        kv_heads = heads
     usual_ffn = round(8 * hidden / 3) if gated else 4 * hidden
     ffn = _or_assumed(row, "ffn", usual_ffn, "feed-forward of {}")
     layers = row.count("layers")
@@ -52,7 +55,7 @@ def _described(row: Row) -> Workload:
         layers=_layers_from_parameters(row, hidden, ffn, vocab, gated) if layers is None else layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        kv_heads=kv_heads,
         head_size=128 if "qwen3" in name.lower() else head_size,
         ffn=ffn,
         vocab=vocab,
@@ -111,8 +114,8 @@ def _mixture(row: Row, ffn: int) -> dict[str, Any]:
     if experts is None and known is not None and known.hidden == row.count("hidden"):
         experts = known.experts
         row.assume(f"{experts} experts, as the model is published")
-    if experts is None and _says_experts(row):
-        raise Missing(f"experts {row.text('experts')[:30]!r} are no number of experts")
+    if experts is None:
+        _check_dense(row)
     if experts is None or experts <= 1:
         return {}
     return {
@@ -123,9 +126,15 @@ def _mixture(row: Row, ffn: int) -> dict[str, Any]:
     }
 
 
-def _says_experts(row: Row) -> bool:
-    """Whether a cell without a number says that there are experts."""
-    return row.text("experts").lower() not in _NO_EXPERTS and row.number("experts") is None
+def _check_dense(row: Row) -> None:
+    """Raises ``Missing`` where another cell, or one without a number, says that there are experts."""
+    said = row.text("experts")
+    if said.lower() not in _NO_EXPERTS and row.number("experts") is None:
+        raise Missing(f"experts {said[:30]!r} are no number of experts")
+    if "moe" in row.text("arch").lower():
+        raise Missing(f"no number of experts, though arch is {row.text('arch')[:30]}")
+    if (row.count("topk") or 1) > 1:
+        raise Missing(f"no number of experts, though topk is {row.text('topk')}")
 
 
 def _usual_topk(row: Row, experts: int, known: Workload | None) -> int:

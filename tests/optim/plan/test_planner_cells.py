@@ -50,6 +50,12 @@ def test_a_row_without_a_credible_number_is_no_gap_in_coverage() -> None:
         ({"gbs": "4M", "seq_len": "8K"}, "batch", 512),
         ({"gbs": "131,072 tokens"}, "batch", 64),
         ({"gbs": "1K"}, "batch", 1024),
+        ({"gbs": "128k tokens"}, "batch", 64),
+        ({"gbs": "64 sequences (131,072 tokens)"}, "batch", 64),
+        ({"step_time_s": "3,9"}, "seconds", 3.9),
+        ({"step_time_s": "3,900 ms"}, "seconds", 3.9),
+        ({"mem_gib": "61.2,80"}, "memory_gib", 61.2),
+        ({"gbs": "1,024"}, "batch", 1024),
     ],
 )
 def test_numbers_are_in_their_units(changes: dict[str, str], field: str, value: float) -> None:

@@ -31,8 +31,9 @@ MIXTRAL = {
     [
         ({"gbs": "70"}, "sequences a step, since 70 are not those of 4 data ranks with micro-batches of 4"),
         ({"mbs": "3", "gbs": "16"}, "12 sequences a step, since 16 are not those of 4 data ranks"),
-        ({"ga": "9"}, "4 micro-batches a step, since 9 of 4 on 4 data ranks are not 64"),
+        ({"ga": "9"}, "ga 9 is passed over, since 4 data ranks with micro-batches of 4 take 4 for 64"),
         ({"ep": "4"}, "no expert ranks, since no experts are stated for 4 of them"),
+        ({"kv_heads": "7"}, "64 key-value heads, since 7 do not divide 64 heads"),
         ({**MIXTRAL, "topk": ""}, "2 experts a token"),
         ({**MIXTRAL, "topk": "0"}, "2 experts a token"),
         ({**MIXTRAL, "experts": "x"}, "8 experts, as the model is published"),
@@ -54,6 +55,11 @@ def test_what_contradicts_a_little_is_said(changes: dict[str, str], said: str) -
             "ep 64 does not divide 32 ranks of a stage",
         ),
         ({**MIXTRAL, "model": "ours", "experts": "x"}, "experts 'x' are no number of experts"),
+        (
+            {**MIXTRAL, "model": "ours", "experts": "", "arch": "moe"},
+            "no number of experts, though arch is moe",
+        ),
+        ({"topk": "2"}, "no number of experts, though topk is 2"),
         ({**MIXTRAL, "experts": "-1"}, "experts -1 is no number of experts"),
     ],
 )
@@ -69,6 +75,7 @@ def test_experts_of_an_unknown_model_are_met_as_in_others_of_as_many() -> None:
 
 def test_cells_that_agree_are_not_said() -> None:
     assert not [note for note in one(ga="4").assumed if "micro-batches" in note or "sequences" in note]
+    assert not one(kv_heads="8").assumed
     run = one(**MIXTRAL)
     assert (run.workload.experts, run.workload.experts_per_token, run.layout["expert"]) == (8, 2, 8)
     assert not [note for note in run.assumed if "experts" in note]
