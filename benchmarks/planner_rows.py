@@ -29,6 +29,8 @@ __all__ = ["Run", "Skipped", "read_rows", "read_runs"]
 
 #: What a cell without a number says of a run that ran out of memory.
 _OUT_OF_MEMORY = ("true", "yes", "y", "oom", "out of memory", "out-of-memory", "cuda oom")
+#: Cells that say so.
+_TRUTHS = ("oom", "step_time_s", "tokens_per_s_gpu", "mem_gib")
 
 #: A longer cell has swallowed other rows: notes of published runs have hundreds of characters.
 _LONGEST = 2**16
@@ -172,7 +174,7 @@ def _run(row: Row, table: str, name: str, as_stated: bool) -> Run:
     cluster.device.peak(str(layout["precision"]))  # which a device may not have
     seconds = row.number("step_time_s")
     rate = row.number("tokens_per_s_gpu")
-    oom = (row.number("oom") or 0) > 0 or row.text("oom").lower() in _OUT_OF_MEMORY
+    oom = (row.number("oom") or 0) > 0 or any(row.text(cell).lower() in _OUT_OF_MEMORY for cell in _TRUTHS)
     if seconds is None and rate:
         seconds = batch * workload.sequence / (rate * devices / placed.parts)
     memory = row.number("mem_gib")

@@ -76,3 +76,10 @@ def test_multiples_are_said_once() -> None:
 def test_what_only_looks_negative_or_large_is_read(changes: dict[str, str]) -> None:
     run: Any = one(**changes)
     assert run.devices == 64 and run.seconds == 3.9
+
+
+@pytest.mark.parametrize("cell", ["step_time_s", "tokens_per_s_gpu", "mem_gib"])
+def test_out_of_memory_is_said_where_the_number_would_stand(cell: str) -> None:
+    run = one(**{"step_time_s": "", cell: "OOM"})
+    assert run.oom and run.seconds is None
+    assert "no truth" in reason(**{"step_time_s": "", cell: "–"})
