@@ -99,7 +99,7 @@ def apply(assembly: Assembly) -> None:
     tensor_plans.look_at(blocks, copies, cuts, mesh, settings.plain, _not_looked_at(assembly))
     step_on_shards(assembly.optimizer)
     stages = assembly.stages
-    if facts.device.type == "cpu" and not assembly.parts:
+    if facts.device.type == "cpu" and facts.backend != "fake" and not assembly.parts:
         assembly.closers.append(tensor_plans.look_at_inputs(assembly.model, mesh.get_group()).remove)
     assembly.collect.append(lambda: tensor_plans.complete(stages))
     if config.parallel.loss:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from trine.optim.runtime.autocast_cache import without_cached_casts
 from trine.optim.runtime.pipelining.placeholders import Placeholder
 from trine.optim.runtime.random_streams import random_streams, restore_random_streams
 
@@ -30,7 +31,7 @@ def used(
     """Names of those whose values ``run()``, a forward of ``model``, depends on. Buffers and random numbers stay."""
     if not stood_in:
         return []
-    with torch.no_grad():
+    with torch.no_grad(), without_cached_casts():
         expected = _run(model, run, device)
         with _noisy(stood_in):
             if _same(expected, _run(model, run, device)):

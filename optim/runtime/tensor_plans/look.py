@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trine.optim.runtime.adoption import without_inserted
+from trine.optim.runtime.autocast_cache import without_cached_casts
 from trine.optim.runtime.memory_fit import untouched
 from trine.optim.runtime.tensor_plans.cutting import Cut, order_of
 from trine.optim.runtime.tensor_plans.interleaving import in_given_order
@@ -152,7 +153,12 @@ class _Look:
         """The largest distance of a token's two outputs, in units of what is allowed."""
         assert self.whole is not None
         device = next(self.block.parameters()).device
-        with torch.no_grad(), untouched(self.block, (), device), _evaluating(self.block):
+        with (
+            torch.no_grad(),
+            without_cached_casts(),
+            untouched(self.block, (), device),
+            _evaluating(self.block),
+        ):
             values = self._values()
             self._follow()
             self.whole.eval()
