@@ -45,15 +45,31 @@ def used(
 
 
 def _run(model: nn.Module, run: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     streams = random_streams(device)
     try:
-        return run().detach()
+        with _copied_buffers(model):
+            return run().detach()
     finally:
         restore_random_streams(device, streams)
-        for buffer, before in buffers:
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
+
+
+@contextmanager
+def _copied_buffers(model: nn.Module) -> Iterator[None]:
+    """Others of the same values in the buffers' places: a backward that saved them would see them written."""
+    kept = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    copies = {
+        id(buffer): buffer.detach().clone()
+        for _, buffers in kept
+        for buffer in buffers.values()
+        if buffer is not None
+    }
+    try:
+        for module, buffers in kept:
+            module._buffers.update({name: copies.get(id(buffer)) for name, buffer in buffers.items()})
+        yield
+    finally:
+        for module, buffers in kept:
+            module._buffers.update(buffers)
 
 
 @contextmanager
