@@ -28,27 +28,34 @@ def _offload_words(problem: Problem, row: Mapping[str, int]) -> str:
     )
 
 
+def _uses_none(rows: Rows, tier: str) -> Mask:
+    """Rows of which nothing lies on this tier."""
+    return np.asarray(np.all([rows[column] != OFFLOADS.index(tier) for column in OFFLOADED], axis=0))
+
+
+def _first_on(row: Mapping[str, int], tier: str) -> str:
+    return next(name for name in OFFLOADED if row[name] == OFFLOADS.index(tier))
+
+
 def _host(problem: Problem, rows: Rows) -> Mask:
     if not problem.cluster.device.is_processor:
         return np.ones(len(rows["recompute"]), dtype=bool)
-    host = OFFLOADS.index("cpu")
-    return np.asarray(np.all([rows[column] != host for column in OFFLOADED], axis=0))
+    return _uses_none(rows, "cpu")
 
 
 def _host_words(problem: Problem, row: Mapping[str, int]) -> str:
-    column = next(name for name in OFFLOADED if row[name] == OFFLOADS.index("cpu"))
+    column = _first_on(row, "cpu")
     return f"{column}=cpu frees nothing: {problem.cluster.device.name} is a processor, and the host's memory is its own"
 
 
 def _remote(problem: Problem, rows: Rows) -> Mask:
     if problem.cluster.nodes > 1:
         return np.ones(len(rows["recompute"]), dtype=bool)
-    away = OFFLOADS.index("remote")
-    return np.asarray(np.all([rows[column] != away for column in OFFLOADED], axis=0))
+    return _uses_none(rows, "remote")
 
 
 def _remote_words(problem: Problem, row: Mapping[str, int]) -> str:
-    column = next(name for name in OFFLOADED if row[name] == OFFLOADS.index("remote"))
+    column = _first_on(row, "remote")
     return f"{column}=remote is another node's memory, and {problem.cluster.name or 'this cluster'} is planned as one node"
 
 
