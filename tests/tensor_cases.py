@@ -522,26 +522,3 @@ def transformers_losses(
     engine.close()
     distributed.all_reduce(losses)
     return (losses / distributed.get_world_size()).tolist(), plain_losses(causal_lm(kind), loss_fn)
-
-
-def lengths_compiled(rank: int) -> list[float]:
-    """Losses of compiled blocks on rows of several lengths, less those of the same blocks uncompiled."""
-    import torch
-
-    import trine
-    from trine.samples.gpt import loss_of
-
-    def losses(changes: Mapping[str, Any]) -> list[float]:
-        model = small_gpt()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = trine.optimize(model, optimizer, trine.Config().with_changes(changes), loss_fn=loss_of)
-        found = []
-        for length in (16, 12):
-            ids = torch.randint(64, (2, length + 1), generator=torch.Generator().manual_seed(length))
-            found.append(float(engine.train_step((ids[:, :-1], ids[:, 1:]))))
-        engine.close()
-        return found
-
-    plain = losses(EVERYTHING)
-    compiled = losses({**EVERYTHING, "compute.compile": "blocks"})
-    return [a - b for a, b in zip(plain, compiled, strict=True)]

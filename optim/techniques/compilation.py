@@ -108,15 +108,34 @@ def _dynamic(assembly: Assembly) -> bool | None:
     fails on DTensors of unknown sizes.
     """
     buckets = assembly.config.data.shape_buckets
-    if not buckets:
-        return False if assembly.config.parallel.tensor > 1 else None
+    if buckets:
+        # One more for a last batch.
+        _compile_up_to(16 if buckets == "auto" else len(buckets) + 1, assembly)
+    if assembly.config.parallel.tensor > 1:
+        _compile_alike(assembly)
+    return False if buckets or assembly.config.parallel.tensor > 1 else None
+
+
+def _compile_alike(assembly: Assembly) -> None:
+    """Have every rank compile what the others do.
+
+    Compiled blocks reduce what is divided by other collectives than the blocks themselves. A rank that had compiled the
+    same functions before, for a validation of its own, say, would come to PyTorch's limit before the others and run them
+    uncompiled: its collectives would pair with others of the same size, and all would train on what those mixed.
+    """
     import torch
 
-    # PyTorch gives up after recompile_limit shapes of one function, and runs it uncompiled; one more for a last batch.
+    torch._dynamo.reset_code_caches()
+    _compile_up_to(64, assembly)
+
+
+def _compile_up_to(times: int, assembly: Assembly) -> None:
+    """Raise PyTorch's limit of compilations of one function, at which it runs it uncompiled, until the engine closes."""
+    import torch
+
     limits: Any = torch._dynamo.config
     assembly.closers.append(functools.partial(setattr, limits, "recompile_limit", limits.recompile_limit))
-    limits.recompile_limit = max(limits.recompile_limit, 16 if buckets == "auto" else len(buckets) + 1)
-    return False
+    limits.recompile_limit = max(limits.recompile_limit, times)
 
 
 def _has_dropout(model: torch.nn.Module) -> bool:

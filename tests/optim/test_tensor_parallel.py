@@ -419,13 +419,6 @@ def test_a_plan_of_ones_own_holds_on_every_stage(four_ranks: RankPool) -> None:
         assert ours == pytest.approx(plain, rel=1e-10)
 
 
-@pytest.mark.slow
-def test_compiled_blocks_take_rows_of_several_lengths(two_ranks: RankPool) -> None:
-    """PyTorch would make lengths dynamic from the second on, and fail on DTensors of unknown sizes."""
-    for differences in two_ranks.run("tensor_cases:lengths_compiled"):
-        assert max(map(abs, differences)) < 1e-5
-
-
 def test_zero_without_ranks_to_shard_over_names_each_key_and_what_can_help() -> None:
     every = _refusal({**TENSOR, "parallel.pipeline": 2, "zero.stage": 3}, technique=zero)
     assert "parallel.pipeline = 2 × parallel.tensor = 2 on 4 ranks leave one" in every
