@@ -93,7 +93,7 @@ def traffic_of(
         * np.where(waits.crossing > 0, between_s, inside_s)
         * layouts["chunks"]
         * (1 - conditions.message_overlap),
-        exposed_gradients_s=_gradients(sizes, conditions, layouts, waits),
+        exposed_gradients_s=_gradients(sizes, conditions, layouts, times, waits),
         first_gather_s=first * uses,
         offload_s=offload_s(sizes, conditions, layouts, times),
         optimizer_s=optimizer_s(sizes, conditions, layouts),
@@ -177,7 +177,9 @@ def _expert(
     return _repeated(sizes, layouts, forward * mixed, backward * mixed)
 
 
-def _gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Waits) -> Column:
+def _gradients(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes, waits: Waits
+) -> Column:
     """Exposed synchronisation of a step."""
     found = waits.gradients.reached_s(conditions) + waits.expert_gradients.reached_s(conditions)
     shared, experts = first_elements(sizes, conditions, layouts)
@@ -188,7 +190,22 @@ def _gradients(sizes: Sizes, conditions: Conditions, layouts: Layouts, waits: Wa
     encoding = (shared + experts) * code_bytes / conditions.memory_per_s / conditions.memory
     exposed = np.maximum(np.minimum(conditions.exposed, 1.0), waits.last_bucket)
     found = exposed * found + encoding + waits.table.reached_s(conditions)
+    found = found + exposed * _each_reduce(sizes, conditions, layouts, times, waits)
     return np.asarray(found * (1 - sizes.frozen))
+
+
+def _each_reduce(
+    sizes: Sizes, conditions: Conditions, layouts: Layouts, times: LayerTimes, waits: Waits
+) -> Column:
+    """What a step waits for gradients that are reduced with each of its micro-batches but the last, behind their own backward."""
+    each = waits.each_reduce.reached_s(conditions) + waits.expert_each_reduce.reached_s(conditions)
+    layers = sizes.layers / layouts["pipeline"]
+    behind = layers * sum(
+        (times.average(name, sizes) for name in ("weight_s", "recompute_s")), times.average("input_s", sizes)
+    )
+    return np.asarray(
+        (layouts["microbatches"] - 1) * _beside(each, behind, waits.each_reduce.overlap(conditions))
+    )
 
 
 def _gather(

@@ -69,7 +69,8 @@ class Waits:
     """Of every layout: one reduction of a layer's output over tensor ranks, and the three of the loss's maxima and sums; a layer's keys and values once round its
     ring; one all-to-all of a layer of experts; a message between stages in a node and between nodes, and the share of
     neighbours between which it leaves the node (``crossing``); a layer's weights gathered, and their gradients reduced (with replicas of a shard group); the look-up table's,
-    which nothing hides; a rank's gradients synchronised, those of experts apart; a tied table's.
+    which nothing hides; a rank's gradients synchronised once, those of experts apart, and reduced with every other micro-batch
+    (``each_reduce``, where sharded gradients accumulate); a tied table's.
     ``last_bucket``: the share of gradients that the last bucket is, where buckets are given: nothing hides it."""
 
     tensor: Wait
@@ -87,6 +88,8 @@ class Waits:
     table_gather: Wait
     gradients: Wait
     expert_gradients: Wait
+    each_reduce: Wait
+    expert_each_reduce: Wait
     table: Wait
     last_bucket: Column
 
@@ -296,6 +299,13 @@ class _Synchronisation:
         found = _times(self._one_bucket(weights / count, group, shard, near), count)
         return _where((self.layouts["zero_stage"] < 3) & (weights > 0), found)
 
+    def each(self, weights: Column, shard: Column, near: Column) -> Wait:
+        """With each micro-batch but the last, whose is the step's: gradients that are sharded while they accumulate are reduced
+        with every one (Rajbhandari 2020, section 7.1)."""
+        count = _buckets(weights * self.size, self.layouts)
+        is_each = (self.layouts["zero_stage"] == 2) & ~self.once & (self.layouts["microbatches"] > 1)
+        return _where(is_each & (weights > 0), _times(self._reduced(weights / count, shard, near), count))
+
     def _one_bucket(self, weights: Column, group: Column, shard: Column, near: Column) -> Wait:
         sent = weights * self.size
         whole = _where(
@@ -306,17 +316,18 @@ class _Synchronisation:
         return _where(self.layouts["zero_stage"] > 0, self._halves(weights, shard, near), whole)
 
     def _halves(self, weights: Column, shard: Column, near: Column) -> Wait:
+        reduced = self._reduced(weights, shard, near)
+        spread_out = self.wire.one_way(weights * self.element, shard, near)
+        return Wait(reduced.alone_s + spread_out.alone_s, reduced.away)
+
+    def _reduced(self, weights: Column, shard: Column, near: Column) -> Wait:
         sent = weights * self.size
-        # Gradients that are sharded while they accumulate are reduced with each micro-batch (Rajbhandari 2020, section 7.1).
-        each = (self.layouts["zero_stage"] == 2) & ~self.once
-        rounds = np.where(each, self.layouts["microbatches"], 1)
         reduced = self.wire.one_way(sent, shard, near)
         # Groups that share state are replicas of each other, whose shards are summed.
         summed = self.wire.all_reduce(sent / shard, self.replicas, self.near_replicas)
-        spread_out = self.wire.one_way(weights * self.element, shard, near)
         several = self.replicas > 1
         return Wait(
-            (reduced.alone_s + np.where(several, summed.alone_s, 0.0)) * rounds + spread_out.alone_s,
+            reduced.alone_s + np.where(several, summed.alone_s, 0.0),
             reduced.away | (several & summed.away),
         )
 
@@ -338,16 +349,21 @@ def _of_gradients(
         replicas,
         _near_replicas(conditions, layouts),
         sums_whole(layouts, conditions.whole_sums),
-    ).of
+    )
     own_replicas = partial(expert_replicas, expert_tensor=conditions.expert_tensor, layouts=layouts)
     near_experts = _near_experts(conditions, layouts)
     # Stages at both ends reduce a tied table between them.
     table = sizes.embedding_parameters / layouts["tensor"] * size
     pair = 2.0 * np.ones(len(layouts))
     buckets = _buckets((shared + experts) * size, layouts)
+    near = _near(conditions, layouts)
     return {
-        "gradients": synchronised(shared, ranks, sharing, _near(conditions, layouts)),
-        "expert_gradients": synchronised(experts, own_replicas(ranks), own_replicas(sharing), near_experts),
+        "gradients": synchronised.of(shared, ranks, sharing, near),
+        "expert_gradients": synchronised.of(
+            experts, own_replicas(ranks), own_replicas(sharing), near_experts
+        ),
+        "each_reduce": synchronised.each(shared, sharing, near),
+        "expert_each_reduce": synchronised.each(experts, own_replicas(sharing), near_experts),
         "last_bucket": np.where(layouts["bucket_bytes"] > 0, 1 / buckets, 0.0),
         "table": _where(
             (layouts["pipeline"] > 1) & (sizes.tied > 0),

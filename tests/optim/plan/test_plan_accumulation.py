@@ -52,7 +52,7 @@ def test_what_is_held_whole_is_reduced_once_a_step() -> None:
     few, many = exposed(OURS, "exposed_gradients", data=64, zero_stage=2, microbatches=[1, 16])
     assert many == pytest.approx(few)
     few, many = exposed(TORCHTITAN, "exposed_gradients", data=64, zero_stage=2, microbatches=[1, 16])
-    assert many > 8 * few
+    assert many > 2 * few  # each behind its backward, and slowing it
     layout = {"data": 8, "pipeline": 8, "microbatches": 16}
     once, sharded = exposed(TORCHTITAN, "exposed_gradients", zero_stage=[1, 2], **layout)
     assert sharded == pytest.approx(once)
