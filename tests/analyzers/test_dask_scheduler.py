@@ -149,6 +149,7 @@ def test_a_rank_that_waits_beside_one_that_kills_their_worker_is_not_blamed(
     assert list(notes) == [0] and "died" in notes[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_be_read_or_kills_its_worker_costs_itself_alone(
     cluster: str, tmp_path: Path
 ) -> None:

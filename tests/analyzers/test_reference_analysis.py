@@ -116,6 +116,7 @@ def test_ranks_0_and_6_are_the_causes_in_megatron(data: Path) -> None:
 
 @pytest.mark.parametrize("name", ["megatron_tp8_a100", "torchrec_straggler_v100"])
 @pytest.mark.parametrize("shift", [3_000_000_000, -7_123_456_789])
+@pytest.mark.slow
 def test_another_clock_changes_the_offset_and_what_the_skew_hides(data: Path, name: str, shift: int) -> None:
     """Real ends scatter by some 10 µs, which no correction can tell from clocks: lateness may move by as
     much a call. Transfer and waits come from durations alone and must not move at all."""

@@ -373,6 +373,7 @@ def test_layers_of_stages_are_those_of_the_layout(tmp_path: Path, capsys: pytest
         {"bucket_bytes": "25MiB", "precision": "fp8"},
     ],
 )
+@pytest.mark.slow
 def test_what_a_pin_asks_for_beyond_the_software_is_exported(
     pins: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

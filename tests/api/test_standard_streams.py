@@ -53,6 +53,7 @@ def test_a_reader_that_goes_away_is_no_error(run: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["analyze {run}", "compare {run} --against {other} --min-steps 2"])
+@pytest.mark.slow
 def test_an_ascii_terminal_gets_ascii(verb: str, run: Path, tmp_path: Path) -> None:
     other = written(tmp_path / "other.json", run.read_bytes())
     done = shell("PYTHONIOENCODING=ascii:strict {trine} " + verb, run=run, other=other)
@@ -60,6 +61,7 @@ def test_an_ascii_terminal_gets_ascii(verb: str, run: Path, tmp_path: Path) -> N
     assert done.stdout.isascii() and b"\x1b" not in done.stdout
 
 
+@pytest.mark.slow
 def test_json_is_whole_whatever_the_character_set(run: Path, tmp_path: Path) -> None:
     ascii_only = shell("PYTHONIOENCODING=ascii {trine} analyze {run} --format json", run=run)
     assert ascii_only.stdout.isascii()

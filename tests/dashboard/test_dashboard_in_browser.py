@@ -323,6 +323,7 @@ def test_what_cannot_be_shown_says_why(page: Any, site: Site, run: str) -> None:
     assert page.locator(".dash-debug-menu, .dash-error-card, ._dash-error-menu").count() == 0
 
 
+@pytest.mark.slow
 def test_names_from_traces_are_shown_and_not_run(page: Any, site: Site) -> None:
     for name in ("overview", "explain", "timeline", "communication", "memory", "recommendations"):
         page.goto(site(name, "evil/evil.json"))

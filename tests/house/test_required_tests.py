@@ -35,6 +35,7 @@ def test_free():
         (("TRINE_REQUIRE_BROWSER", "TRINE_REQUIRE_DATA"), "1 failed, 1 skipped, 1 error"),
     ],
 )
+@pytest.mark.slow
 def test_skips_become_failures_where_they_are_forbidden(
     tmp_path: Path, variables: tuple[str, ...], closing: str
 ) -> None:

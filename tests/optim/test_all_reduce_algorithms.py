@@ -303,6 +303,7 @@ def test_the_chosen_algorithm_is_what_sends_the_gradients(four_ranks: Any, algor
         assert any(effect.startswith("communication.algorithm: the backend's own →") for effect in effects)
 
 
+@pytest.mark.slow
 def test_auto_says_what_it_chose_from_which_numbers(four_ranks: Any) -> None:
     by_rank = four_ranks.run("all_reduce_cases:trained", 4, {"communication.algorithm": "auto"}, NODES)
     effects = {next(e for e in effects if "communication.algorithm" in e) for effects, _, _ in by_rank}

@@ -70,6 +70,7 @@ def theory(name: str, shapes: list[tuple[int, ...]], ranks: int) -> float:
     return 32 / bits
 
 
+@pytest.mark.slow
 def test_ratios_are_within_five_per_cent_of_theory(pool: tuple[RankPool, int]) -> None:
     ranks, count = pool
     for answer in ranks.run("compression_cases:ratios", count):
@@ -96,6 +97,7 @@ def test_sent_and_kept_are_the_gradients_though_buckets_change(pool: tuple[RankP
             assert relative < 1e-12, name
 
 
+@pytest.mark.slow
 def test_both_phases_are_right_on_average(pool: tuple[RankPool, int]) -> None:
     ranks, count = pool
     answers = ranks.run("compression_cases:averages", count, 300)

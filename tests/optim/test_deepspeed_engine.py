@@ -32,6 +32,7 @@ def named(changes: Any) -> str | None:
 
 @pytest.mark.parametrize("clip_norm", [0.1, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changes", STAGES, ids=named)
+@pytest.mark.slow
 def test_clipping_and_schedulers_are_as_by_the_own_engine(
     two_ranks: RankPool, changes: dict[str, Any], clip_norm: float | None
 ) -> None:

@@ -35,6 +35,7 @@ def test_ten_kills(tmp_path: Path) -> None:
     assert len({trial.phase for trial in trials}) > 1  # they fell on several moments
 
 
+@pytest.mark.slow
 def test_a_kill_of_each_kind(tmp_path: Path) -> None:
     trials = _killed(tmp_path, 2, seed=4)
     assert [trial for trial in trials if trial.failure] == []

@@ -86,6 +86,7 @@ def test_shards_of_many_ranks_follow_the_formula() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_prediction_changes_nothing_here() -> None:
     model, optimizer, batch = cases.made()
     before = [p.detach().clone() for p in model.parameters()]

@@ -132,6 +132,7 @@ def test_tiles_are_read_ahead_and_written_behind(
     hold(held.reads, held)
 
 
+@pytest.mark.slow
 def test_a_block_is_read_ahead_of_the_one_that_computes(
     held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_after_an_exception_the_ranks_are_of_use() -> None:
     ],
 )
 @pytest.mark.timing
+@pytest.mark.slow
 def test_a_rank_that_is_lost_is_named_and_all_are_ended(how: str, said: str) -> None:
     with SpawnedRanks(2, **ALONE) as ranks:
         ranks.run(doubled, 1)  # imports this module, which is no part of the time that follows

@@ -200,6 +200,7 @@ def test_blocks_that_compute_the_same_are_looked_at_and_pass(
     assert two_ranks.run("tensor_cases:looked_at", changes, how) == [[], []]
 
 
+@pytest.mark.slow
 def test_blocks_that_were_not_compared_are_told(two_ranks: RankPool) -> None:
     changes = {**TENSOR, "compute.compile": "blocks"}
     for told in two_ranks.run("tensor_cases:looked_at", changes, {}):

@@ -106,6 +106,7 @@ def test_ranks_in_one_file_are_read_as_from_their_own(
     assert sorted(map(digest, job)) == sorted(map(digest, open_job(folder)))
 
 
+@pytest.mark.slow
 def test_ranks_of_gloo_in_one_file(data: Path, tmp_path: Path) -> None:
     folder = data / "traces" / "kineto" / "gloo_ddp4_cpu"
     job = open_job(written(tmp_path / "all.json.gz", merged(folder)))

@@ -18,6 +18,7 @@ from trine.optim.plan.workload_files import workload_of
 
 
 @pytest.mark.parametrize(("device", "carried"), [("dgx-a100-80", True), ("dgx-h100", False)])
+@pytest.mark.slow
 def test_constants_from_other_families_and_even_experts_are_told(device: str, carried: bool) -> None:
     dense, mixture = (
         plan(model, cluster_of(device, devices=8), global_batch=16, stack="megatron-core").assumptions
@@ -88,6 +89,7 @@ def latencies(cluster: Cluster) -> list[str]:
         ("tpu-v5p", ["inside a node over ici", "between nodes over ici"]),
     ],
 )
+@pytest.mark.slow
 def test_latencies_without_logs_of_their_own_are_told(name: str, told: list[str]) -> None:
     one = cluster_of(name)
     lines = latencies(one.with_changes(nodes=2))

@@ -35,6 +35,7 @@ def told(cluster: str = "dgx-h100", **changes: Any) -> tuple[str, str]:
     return reason, nearest
 
 
+@pytest.mark.slow
 def test_a_shorter_sequence_keeps_the_pins_that_it_can_keep() -> None:
     pins = {"context": 8}
     _, nearest = told(devices=8, sequence=100_000_000, pins=pins)

@@ -42,6 +42,7 @@ def analysis(planned: tuple[Plan, Path]) -> Analysis:
     return trine.analyze(trine.load(planned[1]))
 
 
+@pytest.mark.slow
 def test_its_numbers_are_the_plans(planned: tuple[Plan, Path], analysis: Analysis) -> None:
     best = planned[0].best
     facts = measure_run(analysis).metrics

@@ -21,6 +21,7 @@ def test_profiled_times_give_the_published_rates(tables: Path) -> None:
         assert found == pytest.approx(row.rate, abs=1e-4 if exact else 5e-3), row
 
 
+@pytest.mark.slow
 def test_times_from_dimensions_give_them_within_a_point(tables: Path) -> None:
     """Constants come from the other three models, or are the package's; the model at hand is known by its dimensions alone."""
     rows = planner_bubbles.read_rows(tables / "zero_bubble_rates_table5.csv")

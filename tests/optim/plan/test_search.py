@@ -84,6 +84,7 @@ def way(found: Found, row: int) -> tuple[int, ...]:
         for name, asked in CASES.items()
     ],
 )
+@pytest.mark.slow
 def test_the_search_finds_what_weighing_everything_finds(asked: Problem) -> None:
     every, fits = weighed(asked)
     best: dict[tuple[int, ...], tuple[float, float]] = {}
