@@ -4,7 +4,8 @@ A resumed run's first ``engine.steps(loader)`` begins behind the batches that we
 had: random streams and a sampler's epoch are set as they were when it began, and the batches are left out by their
 indices, unread, where the loader is PyTorch's DataLoader over a dataset with indices; else they are read and dropped. On
 other ranks batches begin at the sample behind those, where PyTorch's own BatchSampler makes them; else whole batches are
-left out, and how many samples that leaves out or repeats is said. A loader that keeps its own state (``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader) is asked for it.
+left out, and how many samples that leaves out or repeats is said. A loader that keeps its own state (``state_dict`` and
+``load_state_dict``, as torchdata's StatefulDataLoader) is asked for it.
 """
 
 from __future__ import annotations

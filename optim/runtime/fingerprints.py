@@ -38,9 +38,8 @@ def sketch_of(tensor: torch.Tensor) -> numpy.ndarray:
     """(BUCKETS,) float64, or all elements of a tensor that has no more than that, flattened."""
     flat = tensor.detach().reshape(-1).double().cpu()
     if flat.numel() <= BUCKETS:
-        return numpy.array(
-            flat.numpy()
-        )  # a copy: doubles are the tensor's own memory, and gradients are zeroed in place
+        # A copy: doubles are the tensor's own memory, and gradients are zeroed in place.
+        return numpy.array(flat.numpy())
     rows = -(-flat.numel() // BUCKETS)
     padded = torch.zeros(rows * BUCKETS, dtype=torch.float64)
     padded[: flat.numel()] = flat
@@ -60,9 +59,8 @@ def bits_of(tensor: torch.Tensor) -> int:
         part = flat[start : start + _CHUNK].cpu().to(torch.int64)
         # Odd weights are units modulo 2⁶⁴, so that a change of one element always changes the sum, which wraps around.
         weights = torch.arange(start, start + part.numel(), dtype=torch.int64).mul_(2 * 0x9E3779B1).add_(1)
-        total += int(
-            weights.mul_(part).sum()
-        )  # ``part`` may be the tensor itself, where that has 64 bits already
+        # Not the other way round: ``part`` may be the tensor itself, where that has 64 bits already.
+        total += int(weights.mul_(part).sum())
     return total & (2**64 - 1)
 
 

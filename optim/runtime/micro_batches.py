@@ -256,9 +256,8 @@ class FittedMicroBatches(MicroBatches):
         elsewhere = assembly.config.offload.optimizer != "none"
         if not states and not elsewhere:  # it comes with the first update: two moments, as Adam keeps them
             capacity -= 2 * bytes_of(held)
-        if (
-            assembly.config.zero.stage >= 2 and self._facts.ranks > 1
-        ):  # gradients that are not reduced yet are whole on every rank
+        # Gradients that are not reduced yet are whole on every rank.
+        if assembly.config.zero.stage >= 2 and self._facts.ranks > 1:
             capacity -= sum(p.numel() * p.element_size() for p in assembly.model.parameters())
         return capacity
 
