@@ -17,7 +17,16 @@ from trine.optim.plan.units import Bandwidth
 from trine.record.errors import UsageError
 from trine.record.hardware import Peaks
 
-__all__ = ["Cluster", "Device", "Link"]
+__all__ = ["Cluster", "Device", "Link", "require_believable"]
+
+#: The largest job that is believed: ten times the largest clusters that are being built.
+_MOST_DEVICES = 10**7
+
+
+def require_believable(devices: int) -> None:
+    """Raises ``UsageError`` for more devices than any job has."""
+    if devices > _MOST_DEVICES:
+        raise UsageError(f"{devices} devices are more than any job has: at most {_MOST_DEVICES:,}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from trine.optim.plan._tables import check_keys, check_line, near, packaged, read_toml
-from trine.optim.plan.cluster import Cluster, Device, Link
+from trine.optim.plan.cluster import Cluster, Device, Link, require_believable
 from trine.optim.plan.devices import device_named, facts_of, families
 from trine.optim.plan.links import default_link, link_of
 from trine.optim.plan.measured import HERE, measured_cluster
@@ -145,6 +145,7 @@ def sized(cluster: Cluster, devices: int) -> Cluster:
     """The same nodes, as many as hold these devices, or a part of one; of racks an equal part of each. Raises ``UsageError``."""
     if devices < 1:
         raise UsageError(f"devices must be at least 1, not {devices}")
+    require_believable(devices)
     per_node = cluster.devices_per_node
     if devices < per_node:
         inside = cluster.inside if devices > 1 else None

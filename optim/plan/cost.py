@@ -11,6 +11,8 @@ from trine.record.errors import UsageError
 __all__ = ["Range", "RunCost", "parse_count", "run_cost"]
 
 _DAY_S, _HOUR_S = 86_400.0, 3_600.0
+#: Beyond these nobody means what was written: a thousand times all text there is, and no currency has such coins.
+_MOST_TOKENS, _MOST_PRICE = 1e18, 1e9
 _COUNT = re.compile(r"\s*([0-9]+\.?[0-9]*(?:[eE][0-9]+)?|\.[0-9]+(?:[eE][0-9]+)?)\s*([kKmMgGbBtT]?)\s*")
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
@@ -46,10 +48,10 @@ def run_cost(
     step_s: Range, tokens_per_step: int, devices: int, tokens: float, price: float | None
 ) -> RunCost:
     """Of ``tokens`` at ``step_s`` a step; ``price`` of one device for an hour. Raises ``UsageError``."""
-    if not 0 < tokens < math.inf:
-        raise UsageError(f"tokens must be a positive number, not {tokens}")
-    if price is not None and not 0 <= price < math.inf:
-        raise UsageError(f"price must be a device-hour's, at least 0, not {price}")
+    if not 0 < tokens <= _MOST_TOKENS:
+        raise UsageError(f"tokens must be a positive number up to {_MOST_TOKENS:.0e}, not {tokens}")
+    if price is not None and not 0 <= price <= _MOST_PRICE:
+        raise UsageError(f"price must be a device-hour's, from 0 to {_MOST_PRICE:.0e}, not {price}")
     seconds = step_s.times(tokens / tokens_per_step)
     hours = seconds.times(devices / _HOUR_S)
     return RunCost(tokens, seconds.times(1 / _DAY_S), hours, None if price is None else hours.times(price))

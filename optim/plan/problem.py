@@ -12,7 +12,7 @@ from typing import Any
 
 from trine.optim.plan._tables import near
 from trine.optim.plan.abilities import Abilities, abilities_of
-from trine.optim.plan.cluster import Cluster
+from trine.optim.plan.cluster import Cluster, require_believable
 from trine.optim.plan.constants import Stack
 from trine.optim.plan.layouts import DEFAULTS, KINDS, RECOMPUTATIONS, Layouts
 from trine.optim.plan.memory import USABLE
@@ -55,8 +55,6 @@ _EVERY_VALUE = {name: range(len(words)) for name, words in KINDS.items()} | {
 }
 #: Smaller buckets are numbers without their unit: messages of so little are all latency.
 _LEAST_BUCKET = 16 * 2**10
-#: The largest job that is believed: ten times the largest clusters that are being built.
-_MOST_DEVICES = 10**7
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +95,7 @@ class Problem:
             raise UsageError(
                 f"{settled[0]} is pinned and searched: keep --pin {settled[0]}=… or --search {settled[0]}"
             )
-        if cluster.devices > _MOST_DEVICES:
-            raise UsageError(
-                f"{cluster.devices} devices are more than any job has: at most {_MOST_DEVICES:,}"
-            )
+        require_believable(cluster.devices)
         batch = global_batch or _usual_batch(workload, cluster)
         usual = global_batch is None
         settled_pins = _with_recomputation(pins or {})

@@ -237,3 +237,5 @@ def test_of_racks_a_job_takes_an_even_part_and_of_servers_whole_ones() -> None:
         cluster_of("gb200-nvl72", devices=509)
     with pytest.raises(UsageError, match="take 8 or 16"):
         cluster_of("dgx-h100", devices=12)
+    with pytest.raises(UsageError, match="more than any job has: at most 10,000,000"):
+        cluster_of("dgx-h100", devices=10**23 - 1)

@@ -222,6 +222,8 @@ def test_the_public_name_takes_objects_and_pins_as_a_mapping() -> None:
         ({"price": 2.0}, "needs the tokens"),
         ({"tokens": -1.0}, "tokens must be a positive number"),
         ({"tokens": 1e9, "price": -1.0}, "price must be"),
+        ({"tokens": 1e300}, "tokens must be a positive number up to 1e+18"),
+        ({"tokens": 1e9, "price": 1e300}, "from 0 to 1e+09"),
         ({"memory_headroom": 1.0}, "memory headroom must be"),
         ({"global_batch": 0}, "global batch must be"),
         ({"devices": 3}, "no whole number of test cluster's nodes"),
