@@ -201,6 +201,37 @@ def test_after_an_exception_in_a_step_the_engine_goes_on(tmp_path: Path) -> None
     assert run({}, False).is_bitwise(run(whole(tmp_path), True))
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_parameters_that_are_taken_out_of_the_optimizer_are_refused(place: int) -> None:
+    """Those behind one would take its state."""
+    model = optim_cases.small_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = trine.optimize(model, optimizer, trine.Config().with_changes(CPU), loss_fn=loss_of)
+    (batch,) = optim_cases.batches(1, 4)
+    engine.train_step(batch)
+    optimizer.param_groups[0]["params"].pop(place)
+    with pytest.raises(UsageError, match=r"taken out of group 0 .* freeze them instead"):
+        engine.train_step(batch)
+    engine.close()
+
+
+def test_parameters_that_are_frozen_later_stay_as_they_are() -> None:
+    def run(changes: dict[str, Any]) -> offload_cases.Trained:
+        model = optim_cases.small_gpt()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = trine.optimize(model, optimizer, trine.Config().with_changes(changes), loss_fn=loss_of)
+        losses = []
+        for step, batch in enumerate(optim_cases.batches(4, 4)):
+            if step == 2:
+                model.blocks[0].requires_grad_(False)
+            losses.append(float(engine.train_step(batch)))
+        found = offload_cases.Trained(engine, losses, [])
+        engine.close()
+        return found
+
+    assert run({}).is_bitwise(run(CPU))
+
+
 def test_two_ranks_are_bitwise(two_ranks: RankPool, tmp_path: Path) -> None:
     pairs: list[Any] = [
         ({}, whole(tmp_path), {"clip_norm": 0.1}),

@@ -76,6 +76,7 @@ class TiledStep:
         for slot, spans in zip(self.slots, self._spans, strict=True):
             for region in regions_of(slot):
                 region.cut(spans)
+        self._lengths = [len(group["params"]) for group in self._optimizer.param_groups]
         self._copied: list[Any] = []
         self._overlap = overlap
         uses_disk = any(slot.regions or slot.parameter for slot in self.slots)
@@ -156,6 +157,7 @@ class TiledStep:
     def _before(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
         groups = optimizer.param_groups
         inside = [group["params"] for group in groups]
+        self._require_all(inside)
         self._open(inside)
         try:
             with torch.no_grad():
@@ -178,6 +180,17 @@ class TiledStep:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
+
+    def _require_all(self, inside: list[list[torch.Tensor]]) -> None:
+        """Raises ``UsageError`` where parameters were taken out of the groups, whose places tell which state is whose."""
+        lengths = [len(parameters) for parameters in inside]
+        for index, length in enumerate(self._lengths):
+            if index >= len(lengths) or lengths[index] < length:
+                raise UsageError(
+                    f"offload.optimizer: parameters were taken out of group {index} of the optimizer ({length} were there), which "
+                    "cannot follow while their state is off the device: freeze them instead (requires_grad_(False)), or make "
+                    "the optimizer anew and call trine.optimize again"
+                )
 
     def _open(self, inside: list[list[torch.Tensor]]) -> None:
         """What takes part in this step: whatever has a gradient."""
