@@ -368,3 +368,26 @@ def test_fused_kernels_read_what_loops_wrote(saved: Path) -> None:
     pairs = zip(engine.parameters().values(), plain.parameters().values(), strict=True)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("there", "here"), [("float64", "float32"), ("bfloat16", "float32")])
+def test_state_that_is_of_its_parameters_type_follows_it(there: str, here: str, tmp_path: Path) -> None:
+    """As with PyTorch's ``load_state_dict``; its loops and kernels refuse a parameter beside moments of another type."""
+
+    def engine_of(dtype: str) -> Any:
+        model = optim_cases.small_gpt().to(getattr(torch, dtype))
+        return trine.optimize(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), trine.Config(), loss_fn=loss_of
+        )
+
+    (batch,) = optim_cases.batches(1, 4)
+    engine = engine_of(there)
+    engine.train_step(batch)
+    engine.save(tmp_path / "saved")
+    engine.close()
+    engine = engine_of(here)
+    engine.load(tmp_path / "saved")
+    moments = [state["exp_avg"].dtype for state in engine.optimizer.state.values()]
+    assert moments and set(moments) == {getattr(torch, here)}
+    engine.train_step(batch)
+    engine.close()

@@ -140,8 +140,10 @@ def empty_slots(assembly: Assembly, saved: Mapping[str, Any]) -> dict[str, Slots
     for full, described in saved.items():
         if full.startswith("optimizer/"):
             name, _, key = full.removeprefix("optimizer/").rpartition("/")
+            follows = f"model/{name}" in saved and _dtype(saved[f"model/{name}"]) == _dtype(described)
             slots = [
-                Slot(p, key, _empty(assembly, p, key, described, group_of[id(p)])) for p in held.get(name, ())
+                Slot(p, key, _empty(assembly, p, key, described, group_of[id(p)], follows))
+                for p in held.get(name, ())
             ]
             if slots:  # else it is on another rank
                 found[full] = slots
@@ -149,14 +151,21 @@ def empty_slots(assembly: Assembly, saved: Mapping[str, Any]) -> dict[str, Slots
 
 
 def _empty(
-    assembly: Assembly, parameter: torch.Tensor, key: str, described: Any, group: Mapping[str, Any]
+    assembly: Assembly,
+    parameter: torch.Tensor,
+    key: str,
+    described: Any,
+    group: Mapping[str, Any],
+    follows: bool,
 ) -> torch.Tensor:
+    """``follows``: it is of the type of its parameter there, so that it is here, where that may be another."""
     shape, dtype = _shape(described), _dtype(described)
     home = None if assembly.home_of is None else assembly.home_of(parameter, key)
     if home is not None:
         return placed(home, parameter) if isinstance(parameter, DTensor) else home
     if shape == tuple(parameter.shape) and shape:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        kept = not follows or not dtype.is_floating_point
+        return torch.empty_like(parameter, dtype=dtype if kept else parameter.dtype, requires_grad=False)
     # As torch.optim.Optimizer has it: the step count lies on the device only for kernels that read it there.
     on_device = key != "step" or group.get("capturable") or group.get("fused")
     return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
