@@ -50,6 +50,7 @@ class Part:
     world: int | None
     metadata: Mapping[str, Any]
     work: Mapping[tuple[int, str], tuple[float, ...]]  # (stage, direction) → seconds of each micro-batch
+    damage: tuple[str, ...] = ()  # what of its files could not be read
 
 
 def part_of(rank: Rank, most_steps: int = MOST_STEPS, finest: bool = True) -> Part:
@@ -75,6 +76,12 @@ def part_of(rank: Rank, most_steps: int = MOST_STEPS, finest: bool = True) -> Pa
         rank.world_size,
         _metadata(rank),
         _work(rank),
+        tuple(
+            note.message
+            for read in (rank, *rank.windows)
+            for note in read.quality
+            if note.severity == "error"
+        ),
     )
 
 
@@ -166,6 +173,12 @@ def joined(parts: Sequence[Part], world: int | None, name: str) -> tuple[Graph, 
     if basis == "phases":
         graph = graph.with_note(
             "no deep window was read: phases and collectives only, nothing of single operators"
+        )
+    damage = [said for part in parts for said in part.damage]
+    if damage:
+        more = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
+        graph = graph.with_note(
+            f"the data is not whole, and what is missing counts as nothing: {damage[0]}{more}"
         )
     if len(chosen) < world:
         heard = len(parts) == world and all(_has_transfers(part) for part in parts)

@@ -106,6 +106,24 @@ def test_copies_to_the_device_are_no_waiting_for_the_loader() -> None:
     assert found.what_if({"loader_wait": False}).gain.mid == pytest.approx(0.0)
 
 
+def test_files_that_are_not_whole_are_said() -> None:
+    columns = {
+        "index": range(8),
+        "start_ns": [0] * 8,
+        "end_ns": [round(0.1e9)] * 8,
+        "phase_forward_ns": [round(0.1e9)] * 8,
+    }
+    strings = Strings()
+    rank = Rank(0, "", "trine", strings, steps=Table("steps", columns, strings))
+    rank.note("flops-step", "info", "step 1 was slowed down")
+    assert not any("not whole" in note for note in recorded([part_of(rank)]).graph.notes)
+    rank.note("truncated-file", "error", "window-000010.json.gz ends in the middle")
+    assert any(
+        "not whole" in note and "window-000010.json.gz ends in the middle" in note
+        for note in recorded([part_of(rank)]).graph.notes
+    )
+
+
 # --- ranks that were recorded otherwise -----------------------------------------------------------------
 
 

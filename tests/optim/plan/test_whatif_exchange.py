@@ -251,13 +251,64 @@ def test_loading_hides_behind_what_the_other_changes_leave_of_the_step() -> None
 
 
 def test_overlap_alone_keeps_the_runs_own_buckets() -> None:
-    def overlapped(**facts: Any) -> float:
-        return run(**facts).what_if({"communication.overlap": True}).gain.mid
+    behind = {"communication.overlap": False}
 
-    stated = run().what_if({"communication.bucket_mib": 0.05}).gain.mid
-    assert overlapped(data_parallel={"kind": "ddp", "bucket_mib": 0.05}) == pytest.approx(stated)
-    assert overlapped(configuration={"communication": {"bucket_mib": 0.05}}) == pytest.approx(stated)
-    assert overlapped() == pytest.approx(0.0, abs=1e-6)  # all gradients fill no bucket of 1 MiB
+    def alone(**facts: Any) -> float:
+        return run(**facts).what_if(behind).gain.mid
+
+    stated = run().what_if({"communication.bucket_mib": 0.05, **behind}).gain.mid
+    assert alone(data_parallel={"kind": "ddp", "bucket_mib": 0.05}) == pytest.approx(stated)
+    assert alone(configuration={"communication": {"bucket_mib": 0.05}}) == pytest.approx(stated)
+    assert alone() == pytest.approx(0.0, abs=1e-6)  # all gradients fill no bucket of 1 MiB
+
+
+@pytest.mark.parametrize(
+    ("facts", "change"),
+    [
+        ({}, {"communication.overlap": True}),
+        ({}, {"communication.first_bucket_mib": 1}),
+        ({"data_parallel": {"kind": "ddp", "bucket_mib": 25.0}}, {"communication.overlap": True}),
+        (
+            {"configuration": {"communication": {"bucket_mib": 0.05}}},
+            {"communication.bucket_mib": 0.05, "communication.overlap": True},
+        ),
+    ],
+    ids=str,
+)
+def test_buckets_that_the_run_has_change_nothing(facts: dict[str, Any], change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="the run has that by all that its record says"):
+        run(**facts).what_if(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ranks": 2}, "the record has that many already"),
+        ({"link_speed": 1}, "as fast as it is"),
+        ({"zero.stage": 1, "ranks": 1}, "one rank has nobody to share its state with"),
+        ({"zero.stage": 3, "communication.bucket_mib": 1}, "are not answered together"),
+    ],
+    ids=str,
+)
+def test_questions_that_change_nothing_or_contradict_themselves(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        run().what_if(change)
+
+
+def test_ranks_whose_exchange_is_not_on_record() -> None:
+    found = run()
+    steps = tuple(
+        replace(
+            step,
+            ranks=tuple(
+                replace(each, tasks=tuple(t for t in each.tasks if t.lane != LINK)) for each in step.ranks
+            ),
+        )
+        for step in found.graph.steps
+    )
+    with pytest.raises(UsageError, match="this record holds nothing that is on all of them"):
+        replace(found, graph=replace(found.graph, steps=steps)).what_if({"ranks": 8})
+    assert run().what_if({"ranks": 8}).gain.high < 0
 
 
 def test_without_overlap_buckets_leave_behind_the_last_gradient() -> None:

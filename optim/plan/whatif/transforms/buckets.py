@@ -38,6 +38,11 @@ _DEFAULT_MIB = 25.0
 
 def apply(graph: Graph, change: Change) -> Graph:
     """Raises ``UsageError`` where the record has no all-reduces, or does not say when gradients were ready."""
+    if change.config.zero.stage > 1:
+        raise UsageError(
+            f"{KEYS[0]} and zero.stage = {change.config.zero.stage} are not answered together: shards are reduced by modules, not "
+            "in buckets"
+        )
     require_replicas(graph, KEYS[0])
     _require_buckets(graph)
     require_exchange(graph, KEYS[0])
@@ -51,8 +56,14 @@ def apply(graph: Graph, change: Change) -> Graph:
     first = float(
         wanted.first_bucket_mib or (1.0 if wanted.bucket_mib is None and cap == _DEFAULT_MIB else cap)
     )
-    link = link_of(graph, change.times)
     overlapped = wanted.overlap is not False
+    if (cap, first, overlapped) == _recorded(graph):
+        key = next(key for key in KEYS if key in change.given)
+        raise UsageError(
+            f"{key} = {str(change.given[key]).lower()}: the run has that by all that its record says, so nothing would change: ask "
+            "for another value"
+        )
+    link = link_of(graph, change.times)
 
     def changed(step: RankStep) -> tuple[Task, ...]:
         return _rebucketed(step, link, cap * _MIB, first * _MIB, overlapped)
@@ -67,6 +78,18 @@ def _require_buckets(graph: Graph) -> None:
             f"{KEYS[0]}: the recorded run reduces gradients by modules ({kind}), not in buckets: ask it of a record with "
             "DistributedDataParallel"
         )
+
+
+def _recorded(graph: Graph) -> tuple[float, float, bool]:
+    """The run's cap and first bucket in MiB, and whether they leave during backward."""
+    cap = _recorded_mib(graph)
+    first = fact(graph, "configuration", "communication", "first_bucket_mib")
+    stated = isinstance(first, int | float) and first > 0
+    return (
+        cap,
+        float(first) if stated else 1.0 if cap == _DEFAULT_MIB else cap,
+        fact(graph, "configuration", "communication", "overlap") is not False,
+    )
 
 
 def _recorded_mib(graph: Graph) -> float:

@@ -38,8 +38,15 @@ def apply(graph: Graph, change: Change) -> Graph:
     if before < 2 and ranks > 1:
         raise UsageError("ranks: one rank was recorded, which says nothing of links: record two or more")
     if ranks == before:
-        return graph
+        raise UsageError(
+            f"ranks = {ranks}: the record has that many already, so nothing would change: ask for another number"
+        )
     require_one_group(graph, KEYS[0])
+    if not any(task.lane == LINK for each in graph.steps[0].ranks for task in each.tasks):
+        raise UsageError(
+            f"ranks: of what its {before} ranks exchange this record holds nothing that is on all of them: record a deep window "
+            "of each rank, with its collectives"
+        )
     link = link_of(graph, change.times)
     wider = link.among(ranks)
 

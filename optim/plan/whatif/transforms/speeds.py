@@ -29,6 +29,8 @@ def apply(graph: Graph, change: Change) -> Graph:
             or not 1 / MOST_TIMES <= speed <= MOST_TIMES
         ):
             raise UsageError(f"{key}: how many times as fast, from a millionth to a million, not {speed!r}")
+        if speed == 1:
+            raise UsageError(f"{key} = 1: as fast as it is, so nothing would change: ask for another number")
         if not any(task.kind == kind for task in graph.steps[0].ranks[0].tasks):
             raise UsageError(f"{key}: this record holds no {kind} to be timed")
         graph = mapped(

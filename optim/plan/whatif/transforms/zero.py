@@ -103,6 +103,10 @@ def _noted(graph: Graph, change: Change, again: bool) -> Graph:
 
 def _require(graph: Graph, change: Change) -> None:
     """Raises ``UsageError`` where nothing can be said of shards."""
+    if change.given.get("ranks") == 1:
+        raise UsageError(
+            f"{KEYS[0]}: one rank has nobody to share its state with: take ranks = 1 or {KEYS[0]} out"
+        )
     require_operators(graph.basis, KEYS[0])
     require_plain(graph, KEYS[0])
     require_replicas(graph, KEYS[0])
