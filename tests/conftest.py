@@ -7,6 +7,7 @@ On a machine without real traces or without Chromium, tests that need them skip 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ settings.load_profile("trine")
 
 #: Tests and benchmarks share what starts ranks and finds data.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+# A shell without job control ignores Ctrl-C on behalf of what it starts in the background (nohup pytest &), and so would all
+# that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Tests of several processes that a busy machine can upset: once more before they count as failed. The
 #: summary names each that needed it; a defect fails twice.
