@@ -102,6 +102,8 @@ def apply(assembly: Assembly) -> None:
     if facts.device.type == "cpu" and facts.backend != "fake" and not assembly.parts:
         assembly.closers.append(tensor_plans.look_at_inputs(assembly.model, mesh.get_group()).remove)
     assembly.collect.append(lambda: tensor_plans.complete(stages))
+    if facts.backend != "fake":
+        assembly.collect.append(tensor_plans.look_at_whole(stages, mesh, config.parallel.sequence))
     if config.parallel.loss:
         assembly.contexts.append(tensor_plans.over_vocabulary)
         assembly.backward_contexts.append(tensor_plans.over_vocabulary)

@@ -21,6 +21,7 @@ from trine.optim.runtime.tensor_plans.own import STYLES
 from trine.optim.runtime.tensor_plans.roles import Plan
 from trine.optim.runtime.tensor_plans.streams import Streams, drops, same_streams
 from trine.optim.runtime.tensor_plans.structure import plan_of
+from trine.optim.runtime.tensor_plans.whole import look_at_whole
 
 __all__ = [
     "STYLES",
@@ -38,6 +39,7 @@ __all__ = [
     "in_given_order",
     "look_at",
     "look_at_inputs",
+    "look_at_whole",
     "over_vocabulary",
     "plain_loss",
     "plain_outputs",
