@@ -28,11 +28,11 @@ _LEAST_SHARE = 1e-3
 _READ = 2**16  # elements of each
 
 
-def look_at_whole(modules: Sequence[nn.Module], mesh: DeviceMesh, is_cut: bool) -> Callable[[], None]:
+def look_at_whole(modules: Sequence[nn.Module], mesh: DeviceMesh, by_sequence: bool) -> Callable[[], None]:
     """What is to be called once gradients are complete, before they are used. Collective over ``mesh`` the first time, and
     again until all are finite.
 
-    ``is_cut``: the sequence is divided, too. The call raises ``UsageError`` on all ranks of the group where they differ.
+    ``by_sequence``: the sequence is divided, too. The call raises ``UsageError`` on all ranks of the group where they differ.
     """
     state = {"is_done": False}
 
@@ -49,14 +49,16 @@ def look_at_whole(modules: Sequence[nn.Module], mesh: DeviceMesh, is_cut: bool) 
         ):
             far = _FAR_IN_OTHERS if value is None else _FAR.get(value.dtype, _FAR_IN_OTHERS)
             if most - least > far * size:
-                raise UsageError(_said(name, is_cut))
+                raise UsageError(_said(name, by_sequence))
 
     return look
 
 
-def _said(name: str, is_cut: bool) -> str:
-    alone = "heads, features or tokens" if is_cut else "heads or features"
-    drop = "parallel.sequence, or parallel.tensor where that is not enough" if is_cut else "parallel.tensor"
+def _said(name: str, by_sequence: bool) -> str:
+    alone = "heads, features or tokens" if by_sequence else "heads or features"
+    drop = (
+        "parallel.sequence, or parallel.tensor where that is not enough" if by_sequence else "parallel.tensor"
+    )
     return (
         f"parallel.tensor: {name} is whole on every rank, and its gradient or value is another on each, since code uses it on the "
         f'rank\'s own {alone} alone: keep the module that uses it whole ("replicate" in parallel.plan), or drop {drop}'

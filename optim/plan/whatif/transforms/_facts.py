@@ -12,6 +12,7 @@ from trine.record.errors import UsageError
 
 __all__ = [
     "fact",
+    "refuse_known",
     "refuse_neutral",
     "require_no_pipeline",
     "require_one_group",
@@ -60,6 +61,11 @@ def refuse_neutral(graph: Graph, change: Change, keys: Sequence[str]) -> NoRetur
     if key not in change.given:
         alone = next(each for each in keys if each in change.given)
         raise UsageError(f"{alone}: changes nothing without {key}: ask for both")
+    refuse_known(change, key)
+
+
+def refuse_known(change: Change, key: str) -> NoReturn:
+    """Raise ``UsageError`` for the value that the recorded run has."""
     raise UsageError(
         f"{key} = {str(change.given[key]).lower()}: the run has that by all that its record says, so nothing would change: ask "
         "for another value"

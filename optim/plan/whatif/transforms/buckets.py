@@ -13,7 +13,7 @@ from dataclasses import replace
 from trine.optim.plan.whatif.graph import Graph, RankStep, Task, fresh, mapped
 from trine.optim.plan.whatif.times import Link
 from trine.optim.plan.whatif.transforms import Change
-from trine.optim.plan.whatif.transforms._facts import fact, require_no_pipeline
+from trine.optim.plan.whatif.transforms._facts import fact, refuse_known, require_no_pipeline
 from trine.optim.plan.whatif.transforms._transfers import (
     contention,
     exchanging,
@@ -58,11 +58,7 @@ def apply(graph: Graph, change: Change) -> Graph:
     )
     overlapped = wanted.overlap is not False
     if (cap, first, overlapped) == _recorded(graph):
-        key = next(key for key in KEYS if key in change.given)
-        raise UsageError(
-            f"{key} = {str(change.given[key]).lower()}: the run has that by all that its record says, so nothing would change: ask "
-            "for another value"
-        )
+        refuse_known(change, next(key for key in KEYS if key in change.given))
     link = link_of(graph, change.times)
 
     def changed(step: RankStep) -> tuple[Task, ...]:
